@@ -220,31 +220,82 @@ def test_rows_that_outgrow_the_original_context_equal_themselves(longrope, name,
 
 
 def cancels_at_random(core: Core, count: int, *, seed: int) -> None:
-    """Submits `count` jobs and releases each at a random moment of its way; some twice, some when they are over."""
-    draw, tickets, number = np.random.default_rng(seed), [], 0
+    """Submits `count` jobs and releases many at a random moment of their way; some twice, some when they are over."""
+    draw, tickets, number, released = np.random.default_rng(seed), [], 0, set()
+
+    def release() -> None:
+        ticket = tickets[draw.integers(len(tickets))]
+        released.add(ticket)
+        core.release(ticket)
+
     while number < count or core.busy:
         if number < count and draw.random() < 0.5:
             prompt = PROMPTS[draw.integers(len(PROMPTS))]
             tickets.append(core.submit(job(prompt, number, max_new_tokens=int(draw.integers(1, 40)))))
             number += 1
         for ticket, _ in core.step():
-            if draw.random() < 0.02:
-                core.release(ticket)
-        while tickets and draw.random() < 0.5:
-            core.release(tickets[draw.integers(len(tickets))])
+            assert ticket not in released
+            if draw.random() < 0.1:
+                release()
+        while tickets and draw.random() < 0.2:
+            release()
         held = [ticket for ticket in tickets if ticket.at is not None]
         assert len(held) == len(core.scheduler.decoding) + (core.scheduler.prefilling is not None)
     assert_all_free(core)
 
 
-@pytest.mark.parametrize(("name", "count"), [("clustered", 25), *(slow(name, 1000) for name in ("full", "clustered", "coded"))])
-def test_cancelled_rows_leave_nothing_behind(model, of_full_cache, name, count):
-    """Who comes later has the answer of a prompt alone."""
-    core = core_of(model, CACHES[name])
+@pytest.mark.parametrize(
+    ("name", "count", "share"),
+    [("clustered", 25, 0.5), slow("clustered", 25, 1.0), *(slow(name, 1000, 0.5) for name in ("full", "clustered", "coded"))],
+)
+def test_cancelled_rows_leave_nothing_behind(model, of_full_cache, name, count, share):
+    """In the queue, between units of prefill and while decoding; who comes later has the answer of a prompt alone."""
+    core = core_of(model, CACHES[name], share=share)
     cancels_at_random(core, count, seed=3)
     for i in range(4):
         core.submit(job(PROMPTS[i], i, max_new_tokens=ANSWERED[i]))
     assert {i: answer.token_ids for i, answer in answers(core).items()} == {i: of_full_cache[i].token_ids for i in range(4)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "clustered", "coded", "snapkv"])
+def test_prompts_prefilled_in_units_between_steps_equal_others(model, of_full_cache, name):
+    """Steps of other rows run between the units, and some of these rows end there."""
+    core = core_of(model, CACHES[name], share=0.5)
+    for i, (prompt, limit) in enumerate(zip(PROMPTS, ANSWERED, strict=True)):
+        core.submit(job(prompt, i, max_new_tokens=limit, logprobs=0))
+    replies = answers(core)
+    assert_all_free(core)
+    for i, expected in enumerate(of_full_cache):
+        assert_equal(replies[i], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "clustered", "coded"])
+def test_cancels_leave_kept_beginnings_and_nothing_else(model, name):
+    """Prompts that begin alike share extents; all but those of the store are free at the end, and these when they are evicted."""
+    sizes = dict(places=3, prompt_tokens=500, new_tokens=40, prompts=(500,) * 3, joins=True, prefix_memory=2**24)
+    core, draw = Core(model, Letters(), CACHES[name], CoreSizes(**sizes), share=0.5), np.random.default_rng(5)
+    documents = [families.tokens(300, seed=seed) for seed in range(3)]
+    prompts = [[*documents[i % 3], *families.tokens(20 + i, seed=i)] for i in range(12)]
+    expected = [answer.token_ids for answer in icejax.generate(model, Letters(), prompts, cache=Full(), max_new_tokens=40)]
+    tickets, replies, capacity = [], {}, core.scheduler.extents and core.scheduler.extents.free
+    while len(tickets) < 150 or core.busy:
+        if len(tickets) < 150 and draw.random() < 0.3:
+            tickets.append(core.submit(job(prompts[draw.integers(12)], len(tickets), max_new_tokens=40)))
+        for ticket, piece in core.step():
+            replies.setdefault(ticket, []).append(piece.token_ids[0])
+            if draw.random() < 0.01:
+                core.release(ticket)
+        if tickets and draw.random() < 0.1:
+            core.release(tickets[draw.integers(len(tickets))])
+    for ticket, tokens in replies.items():
+        number = prompts.index(ticket.request.tokens.tolist())
+        assert tuple(tokens) == expected[number][: len(tokens)]
+    assert core._kept.prefixes.hits > 0
+    while core._kept.prefixes.evict():
+        pass
+    assert capacity is None or core.scheduler.extents.free == capacity
 
 
 def test_a_job_that_is_refused_leaves_nothing_behind(model):
