@@ -130,6 +130,11 @@ FAULTS = (
     ("ops/experts/mixture.py", "jnp.where((slot >= 0)[..., None], here,", "jnp.where((slot < 0)[..., None], here,", "ops/test_offloaded_experts.py::test_codes_from_the_host_are_those_on_the_device"),
     ("ops/experts/offloaded_experts.py", "(self.slot[ids] < 0) & (", "(", "ops/test_offloaded_experts.py::test_experts_are_brought_as_tokens_take_them"),
     ("runtime/host_reads/reader.py", "read(table, runs[order[i]])[0], order[i]", "read(table, runs[order[i]])[0], i", "ops/test_offloaded_experts.py::test_experts_are_brought_as_tokens_take_them"),
+    ("engine/units/programs.py", "seen=first[None], lengths=new", "seen=None, lengths=new", "engine/test_prefill_units.py::test_a_prefill_in_units_equals_a_whole_one[phi3-long-Full-None]"),
+    ("engine/units/programs.py", "count, dtype=jnp.int32)[None], lengths).q", "count, dtype=jnp.int32)[None], lengths % 64).q", "engine/test_prefill_units.py::test_a_prefill_in_units_equals_a_whole_one[phi3-long-Full-None]"),
+    ("engine/units/programs.py", "jnp.where(is_token, by_head(y), 0)", "by_head(y)", "engine/test_prefill_units.py::test_nothing_comes_from_padding_in_units"),
+    ("engine/units/programs.py", "queries.uses + expert_uses(experts, new,", "queries.uses + expert_uses(experts, lengths,", "engine/test_prefill_units.py::test_experts_in_host_memory_are_those_the_prompt_takes"),
+    ("engine/units/programs.py", "head * part.shape[axes[0]], axis", "0, axis", "engine/test_prefill_units.py::test_steps_between_units_change_nothing"),
     ("engine/prefill.py", ".at[experts].add(is_token[..., None].astype(jnp.int32))", ".at[experts].add(1)", "ops/test_offloaded_experts.py::test_experts_are_brought_as_tokens_take_them"),
     ("ops/activations.py", "(up + 1.0)", "up", "ops/test_mixture.py::test_every_form_takes_biases_and_limits"),
     ("ops/rope.py", "int(scaling.part * size // 2)", "size // 2", "models/test_parity.py::test_logits_equal_transformers[gemma4_text-experts-fan_in]"),
@@ -279,6 +284,8 @@ FAULTS = (
     ("text/tokenizer_errors.py", "if not panicked:", "if True:", "text/test_tokenizer.py::test_a_command_prints_no_line_of_a_panic"),
     ("commands/process.py", "return BROKEN_PIPE", "return 1", "commands/test_process.py::test_a_closed_stdout_pipe_ends_quietly"),
     ("../bench/sandbox.py", "if os.read(reading_end, len(number)) == number:", "if True:", "bench/test_bench_sandbox.py::test_only_a_program_that_comes_to_its_end_passes"),
+    ("../bench/engine/bars.py", "ratio >= self.bound if", "ratio <= self.bound if", "bench/test_bench_engine.py::test_the_median_ratio_is_held_against_the_bar"),
+    ("../bench/engine/prefill.py", "later > start and", "earlier > start and", "bench/test_bench_engine.py::test_gaps_are_those_that_a_span_of_time_touches"),
     ("../bench/humaneval.py", "default=len(text)", "default=0", "bench/test_bench_humaneval.py::test_a_completion_ends_with_the_function"),
 )  # fmt: skip
 

@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
             watch=explanation.watch if explanation is not None else None,
             **vars(answer_options),
         )
-        sizes = dict(rows=len(prompts), limit=arguments.max_new_tokens)
+        sizes = dict(rows=len(prompts), total=sum(request.max_new_tokens for request in requests))
         for line, response in zip(prompts, answers(stream, phases, streaming=streaming, **sizes), strict=True):
             if not streaming:
                 answer(response, arguments, console, line.id)
@@ -133,7 +133,7 @@ def _run_session(
         line_options = line.options(answer_options)
         with Phases(console, quiet=arguments.quiet) as phases:
             stream = respond(line.prompt, progress=phases, save_to=session_claim, **vars(line_options))
-            [response] = answers(stream, phases, rows=1, limit=line_options.max_new_tokens, streaming=streaming)
+            [response] = answers(stream, phases, rows=1, total=line_options.max_new_tokens, streaming=streaming)
         if not streaming:
             answer(response, arguments, console, line.id)
         responses.append(response)

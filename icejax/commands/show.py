@@ -22,9 +22,13 @@ WIDE = 11  # terminal columns per table column: in a narrower terminal an answer
 
 
 def answers(
-    stream: Iterator[GenerationResponse], phases: Phases, *, rows: int, limit: int, streaming: bool
+    stream: Iterator[GenerationResponse], phases: Phases, *, rows: int, total: int, streaming: bool
 ) -> Iterator[GenerationResponse]:
-    """Yields the whole answers in the order of their rows; with `streaming`, prints the only answer as its pieces come."""
+    """Yields the whole answers in the order of their rows; with `streaming`, prints the only answer as its pieces come.
+
+    Args:
+        total: maximum number of tokens of all answers together.
+    """
     pieces: dict[int, list[GenerationResponse]] = {}
     printer, next_row = Printer(phases), 0
     with uncut() if streaming else contextlib.nullcontext():
@@ -32,7 +36,7 @@ def answers(
             if streaming:
                 printer.piece(piece)
             else:
-                phases("tokens", count, limit * rows)
+                phases("tokens", count, total)
             pieces.setdefault(piece.row, []).append(piece)
             while next_row in pieces and pieces[next_row][-1].finish_reason is not None:
                 if next_row == rows - 1:

@@ -2,7 +2,8 @@
 
 Prints a JSON line of byte counts and pool copies, which `test_aot` checks. Arguments: target, program, and optionally fetch
 backend, batch size, and `int8` for int8 pages. Programs: `step`, `flush`, `flushed` and `compact`; `prefill`, `extend` and
-`write` of one layer; `insert` of a row into a batch; `write-pages`, 64 pages of all layers; `write-extent` and `read-extent`.
+`write` of one layer; `insert` of a row into a batch; `write-pages`, 64 pages of all layers; `write-extent` and `read-extent`;
+of a prefill in units `unit-keys`, `unit-block` and `unit-head`.
 
 Needs the compilers: ``pip install -e '.[aot]'``.
 """
@@ -30,6 +31,7 @@ from icejax.engine import prefill as prefilling
 from icejax.engine.decode.between_steps import between_steps
 from icejax.engine.decode.step import step_program
 from icejax.engine.plan import make_plan
+from icejax.engine.units import programs as units
 from icejax.runtime import compiler_options
 
 CONTEXT = 32768
@@ -70,6 +72,25 @@ def programs(batch: int, page_dtype: str | None, backend: str | None, target: Ta
         "write-pages": (host_pool.write_pages, (pool, extent_pages, table, scalar)),
         "write-extent": (host_pool.write_extent, (pool, extent, scalar)),
         "read-extent": (host_pool.read_extent, (pool, scalar)),
+        **unit_programs(first_layer, plan, hidden=model.config.hidden_size),
+    }
+
+
+def unit_programs(layer, plan, *, hidden: int):
+    """Returns the programs of the units of a layer, with 1,024 tokens or one KV head each, and their arguments by name."""
+    x, lengths = jax.ShapeDtypeStruct((1, CONTEXT, hidden), "bfloat16"), jax.ShapeDtypeStruct((1,), "int32")
+    keys, queries = jax.eval_shape(units.empty_buffers, layer, x)
+    sizes = dict(policy=plan.policies[0], spec=dataclasses.replace(plan.spec, batch_size=1))
+    cached, first = (layer, keys, queries, lengths, None), jax.ShapeDtypeStruct((), "int32")
+    outcome = jax.eval_shape(functools.partial(units.empty_outcome, **sizes), *cached)
+
+    def program(unit, *donated: int, **static):
+        return jax.jit(functools.partial(unit.__wrapped__, **static), donate_argnums=donated)
+
+    return {
+        "unit-keys": (program(units.write_keys, 2, count=1024), (layer, x, keys, lengths, first)),
+        "unit-block": (program(units.run_block, 1, 2, count=1024), (layer, x, queries, keys, lengths, first)),
+        "unit-head": (program(units.pack_head, 0, **sizes), (outcome, *cached, first)),
     }
 
 
@@ -87,6 +108,7 @@ def main(name: str, program: str, backend: str = "", batch: str = "1", page_dtyp
                 host_temp_bytes=memory.host_temp_size_in_bytes,
                 temp_bytes=memory.temp_size_in_bytes,
                 levels_bytes=nbytes(levels),
+                output_bytes=memory.output_size_in_bytes,
                 alias_bytes=memory.host_alias_size_in_bytes + memory.alias_size_in_bytes,
                 pool_copies=hlo.pool_copies(module, pool.shape, pool.dtype.itemsize),
                 sorted_sizes=[max(max(array.shape) for array in x.arrays) for x in module.all() if x.opcode == "sort"],

@@ -30,6 +30,7 @@ BACKENDS = ("h100", "triton"), ("v5e", "slices")
 OTHER_PROGRAMS = [(target, name, backend) for target, backend in BACKENDS for name in NAMES]
 OTHER_PROGRAMS.remove(("v5e", "prefill", "slices"))  # it reads no pool, unlike `extend`, and takes minutes to compile
 OTHER_PROGRAMS += [(target, "insert", backend, "4") for target, backend in BACKENDS]
+UNITS = [(target, name, backend) for target, backend in BACKENDS for name in ("unit-keys", "unit-block", "unit-head")]
 
 FOUR_LAYERS = "--layers 4 --cache-option dense_layers=2"  # two dense layers and two others: 32 layers take minutes to compile
 GRAPHS = (
@@ -88,6 +89,15 @@ def test_other_programs_write_in_place_and_copy_no_pool(case):
         assert report["alias_bytes"] >= report["pool_bytes"] and report["host_temp_bytes"] < report["pool_bytes"] / 100
     else:
         assert not report["pool_copies"] and report["host_temp_bytes"] < report["pool_bytes"] / 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", UNITS, ids="-".join)
+def test_units_of_a_prefill_write_in_place(case):
+    """Nothing but the results of a few numbers is allocated, and what a unit of 1,024 tokens computes; no unit has the pool."""
+    report = compiled(*case)
+    assert not report["pool_copies"] and not report["host_temp_bytes"]
+    assert report["output_bytes"] - report["alias_bytes"] < 10_000 and report["temp_bytes"] < report["pool_bytes"] / 2
 
 
 @pytest.mark.slow

@@ -44,6 +44,12 @@ BAD = {
     "start --repeats 0": "--repeats must be at least 1, got 0",
     "start --new-tokens 2": "--new-tokens must be at least 3, got 2",
     "start --model /nosuch": "/nosuch: expected a checkpoint folder or a hub id such as org/name, found no such folder",
+    "engine.__main__ --parts some": "--parts must be of batch, prefill, lines, prefix, got 'some'",
+    "engine.__main__ --repeats 0": "--repeats must be at least 1, got 0",
+    "engine.__main__ --batch 1": "--batch must be at least 2, got 1",
+    "engine.__main__ --least-prompt 3000": "--least-prompt must be at most --most-prompt, 2000, got 3000",
+    "engine.__main__ --cache fulll": "unknown cache 'fulll': expected one of ",
+    "engine.__main__ --model /nosuch": "/nosuch: expected a checkpoint folder or a hub id such as org/name, found no such folder",
     "weights --shape attention --dtype int3": "dtype must be one of float32, bfloat16, float16, got 'int3'",
 }
 

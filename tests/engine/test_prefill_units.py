@@ -31,12 +31,14 @@ from tests.helpers.run import plan_for
 
 PROMPT = families.tokens(300)  # padded to 384
 SIZES = UnitSizes(tokens=128, queries=64)
-DRAWN = dict(sampling=Sampling(temperature=0.8, repetition_penalty=1.2), draw=(3, 1))
+GREEDY, DRAWN = Sampling(), Sampling(temperature=0.8, repetition_penalty=1.2)
 
 
-def in_units(model: CausalLM, plan: Plan, pool: jax.Array | None, table, prompt=PROMPT) -> tuple[DecodeState, Step, jax.Array]:
+def in_units(
+    model: CausalLM, plan: Plan, pool: jax.Array | None, table, prompt=PROMPT, *, sampling=GREEDY
+) -> tuple[DecodeState, Step, jax.Array | None]:
     """Returns what `prefill` returns, computed unit by unit."""
-    job, layers = PrefillJob(model, prompt, plan, table, sizes=SIZES, **DRAWN), []
+    job, layers = PrefillJob(model, prompt, plan, table, sampling=sampling, draw=(3, 1), sizes=SIZES), []
     while not job.done:
         pool = job.advance(pool)
         layers.append(job.layers_done)
@@ -44,13 +46,15 @@ def in_units(model: CausalLM, plan: Plan, pool: jax.Array | None, table, prompt=
     return *job.result(), pool
 
 
-def both(model: CausalLM, policy: CachePolicy) -> tuple[Plan, list[tuple[DecodeState, Step, jax.Array | None]]]:
+def both(
+    model: CausalLM, policy: CachePolicy, *, sampling=GREEDY
+) -> tuple[Plan, list[tuple[DecodeState, Step, jax.Array | None]]]:
     """Returns the plan, and the state, the step and the pool of a whole prefill and of one in units."""
     plan = plan_for(model, policy, [PROMPT], 40)
-    whole = prefill(model, [PROMPT], plan, sampling=[DRAWN["sampling"]], draws=[DRAWN["draw"]])
+    whole = prefill(model, [PROMPT], plan, sampling=[sampling], draws=[(3, 1)])
     empty = None if whole[2] is None else host_pool.allocate(whole[2].shape, plan.pool_dtype)
     table = None if empty is None else np.asarray(whole[0].cache.table)
-    return plan, [whole, in_units(model, plan, empty, table)]
+    return plan, [whole, in_units(model, plan, empty, table, sampling=sampling)]
 
 
 def assert_equal(actual: DecodeState, expected: DecodeState) -> None:
@@ -72,11 +76,14 @@ def pages(pool: jax.Array | None) -> np.ndarray:
 
 
 def case(name: str, policy: CachePolicy, *, slow: bool = True):
-    return pytest.param(name, policy, id=f"{name}-{type(policy).__name__}", marks=[pytest.mark.slow] if slow else [])
+    return pytest.param(
+        name, policy, id=f"{name}-{type(policy).__name__}-{policy.budget}", marks=[pytest.mark.slow] if slow else []
+    )
 
 
 CASES = [
-    case("qwen3-layer-types", Clustered(budget=64), slow=False),  # sliding layers too
+    case("qwen3-layer-types", EXACT["clustered"], slow=False),  # sliding layers too
+    case("qwen3-layer-types", Clustered(budget=64)),
     case("phi3-long", Full(), slow=False),  # LongRoPE, beyond the original context
     case("deepseek_v2-lite", Quest(budget=64)),  # latent attention and experts
     case("deepseek_v3-yarn", Clustered(budget=64)),
@@ -92,7 +99,7 @@ CASES = [
 
 @pytest.mark.parametrize("name, policy", CASES)
 def test_a_prefill_in_units_equals_a_whole_one(tmp_path, name, policy):
-    """The first token's logits, all states, the pages, and 20 tokens drawn after them."""
+    """The first token's logits, all states, the pages, and the 20 tokens after them."""
     model = families.load(families.build(families.row(name)), tmp_path)
     plan, runs = both(model, policy)
     assert_equal(runs[1][0], runs[0][0])
@@ -111,6 +118,12 @@ def decoded(model: CausalLM, plan: Plan, state: DecodeState, step: Step, pool: j
     return [int(x.tokens[0]) for x in steps], np.stack([np.asarray(x.logits) for x in steps])
 
 
+def test_a_row_in_units_draws_its_first_token(tmp_path):
+    model = families.load(families.build(families.row("phi3-long")), tmp_path)
+    _, runs = both(model, Full(), sampling=DRAWN)
+    assert_equal(runs[1][0], runs[0][0])
+
+
 @pytest.mark.parametrize("row", by_row(slow=True))
 def test_every_policy_keeps_the_same_in_units(tmp_path, row):
     """Also policies whose KV heads are packed one by one."""
@@ -119,7 +132,9 @@ def test_every_policy_keeps_the_same_in_units(tmp_path, row):
     np.testing.assert_allclose(pages(runs[1][2]), pages(runs[0][2]), rtol=0, atol=tolerances.EXACT)
 
 
-@pytest.mark.parametrize("policy", [Clustered(budget=64), pytest.param(SnapKV(budget=64), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy", [EXACT["clustered"], pytest.param(SnapKV(budget=64), marks=pytest.mark.slow)], ids=["clustered", "snapkv"]
+)
 def test_nothing_comes_from_padding_in_units(tmp_path, policy):
     """The token of padding has an embedding of NaN, and so have its queries, keys and values."""
     model = families.load(families.build(families.row("qwen3-layer-types")), tmp_path)
@@ -141,11 +156,11 @@ def test_nothing_comes_from_padding_in_units(tmp_path, policy):
 def test_steps_between_units_change_nothing(tmp_path, name):
     """A row decodes between every two units of the other, over flushes and compactions; both equal themselves alone."""
     model = families.load(families.build(families.row("qwen3-layer-types")), tmp_path)
-    policy, prompts = EXACT[name], (families.tokens(90), families.tokens(250, seed=1))
-    batch = Batch(model, policy, rows=2)
+    policy, prompts = EXACT[name], (families.tokens(280, seed=1), PROMPT)
+    batch = Batch(model, policy, rows=2, longest=300)
     batch.join(prompts[0], 0)
-    table = batch.extents.take(batch.plan.extents(250)[None]) if batch.plan.pooled else None
-    job = PrefillJob(model, prompts[1], batch.row_plan, table, sampling=Sampling(), draw=(0, 0), sizes=SIZES)
+    table = batch.extents.take(batch.plan.extents(300)[None]) if batch.plan.pooled else None
+    job = PrefillJob(model, prompts[1], batch.row_plan, table, sampling=GREEDY, draw=(0, 0), sizes=SIZES)
     while not job.done:
         batch.pool = job.advance(batch.pool)
         batch.step()
@@ -160,10 +175,11 @@ def test_experts_in_host_memory_are_those_the_prompt_takes(tmp_path):
     """Padding is routed too, but does not count."""
     families.save(families.build(families.row("qwen3_moe-plain"), num_hidden_layers=2), tmp_path)
     whole, model = (load_model(tmp_path, experts_on_host=3) for _ in range(2))
-    plan = plan_for(whole, Full(), [PROMPT], 40)
+    prompt = families.tokens(70)  # the second block has 58 tokens of padding
+    plan = plan_for(whole, Full(), [prompt], 40)
     before = [np.asarray(layer.offloaded.slot) for layer in model.model.layers]
-    _, step, _ = prefill(whole, [PROMPT], plan, sampling=[DRAWN["sampling"]], draws=[DRAWN["draw"]])
-    _, actual, _ = in_units(model, plan, None, None)
+    _, step, _ = prefill(whole, [prompt], plan)
+    _, actual, _ = in_units(model, plan, None, None, prompt)
     np.testing.assert_allclose(actual.logits, step.logits, rtol=0, atol=tolerances.EXACT)
     after, expected = ([np.asarray(layer.offloaded.slot) for layer in x.model.layers] for x in (model, whole))
     np.testing.assert_array_equal(after, expected)
@@ -188,6 +204,6 @@ def test_sizes_of_units_divide_the_prompt_and_bound_the_work(tokens, platform):
     large = unit_sizes(config_of(intermediate_size=4864 * 16), config.layers[0], spec, padded, platform)
     assert padded % sizes.tokens == padded % sizes.queries == 0 and large.queries <= sizes.queries
     if platform == "cpu":
-        assert sizes.queries == {300: 128, 5000: 256, 8192: 256, 30_000: 64}[tokens] and large.queries < sizes.queries
+        assert sizes.queries == {300: 128, 5000: 512, 8192: 512, 30_000: 128}[tokens] and large.queries < sizes.queries
     else:
         assert sizes.queries == math.gcd(padded, 2048)

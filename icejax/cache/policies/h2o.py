@@ -44,6 +44,8 @@ class H2O(Eviction):
     recent: int | None = None
     group: ScoreGroup = "mean"
 
+    packs_by_head = True  # the sums of a text cost as much as its attention
+
     def __post_init__(self) -> None:
         integer("budget", self.budget)
         if self.recent is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
@@ -192,8 +193,13 @@ def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) ->
     )
     devices.check_room("the cache needs", int(np.prod(shape)) * bits.itemsize, advice=advice, limit=limit)
     if platform == "cpu":  # later programs cannot write in place to an array over NumPy's memory
-        return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), devices.HOST), out_shardings=devices.host_sharding())()
+        return _zeros(shape, bits)()
     return jax.device_put(np.zeros(shape, bits), devices.host_sharding())
+
+
+@functools.lru_cache(maxsize=16)  # a function made anew would be compiled anew
+def _zeros(shape: tuple[int, ...], bits: np.dtype) -> Callable[[], Pool]:
+    return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), devices.HOST), out_shardings=devices.host_sharding())
 
 
 def _addressable(shape: tuple[int, ...], bits: np.dtype) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from icejax.engine.decode.step import DecodeState, Step
 from icejax.engine.plan import Plan
 from icejax.engine.serving.prefixes import BLOCK, Entry, Prefixes
 from icejax.engine.serving.scheduler import Ticket
-from icejax.engine.serving.start import Route
+from icejax.engine.serving.start import Route, pieces
 
 LOG = logging.getLogger(__name__)
 POOL_SHARE = 0.75  # of the bytes for beginnings that go to the pool; digests and dense layers take the rest
@@ -58,22 +58,32 @@ class KeptPrefixes:
         entry, shared = self.prefixes.find(tokens, salt)
         held = 0 if entry is None else len(entry.tokens)
         cuts = (shared, len(tokens)) if held + BLOCK <= shared < len(tokens) else (len(tokens),)
-        cuts = () if held == len(tokens) else cuts
-        route = Route(entry, cuts)
-        pages = self._pages(route)
-        if self._plan.pooled and pages > self._plan.prompt_pages:  # each text behind another wastes a part of a page
-            route, pages = Route(None, (len(tokens),)), bucket(len(tokens)) // self._plan.page_size
+        whole, route = Route(None, (len(tokens),)), Route(entry, () if held == len(tokens) else cuts)
+        if self._pages(route) > self._plan.prompt_pages:  # each text behind another wastes a part of a page
+            route = whole
+        self._set(ticket, route)
+        while self._lacks(ticket):
+            if self.prefixes.evict(keep=ticket.route.entry):
+                continue
+            if ticket.route.entry is None:
+                return  # rows that decode have the extents
+            self._set(ticket, whole)
+
+    def _lacks(self, ticket: Ticket) -> bool:
+        return ticket.wanted is not None and ticket.wanted.sum() > self._extents.free
+
+    def _set(self, ticket: Ticket, route: Route) -> None:
+        """Sets a ticket's route, and the extents of its own and of the kept beginning that this needs."""
         ticket.route = route
         if not self._plan.pooled:
             return
-        ticket.wanted = row_extents(pages, range(self._plan.prompt_pages, self._plan.pool.pages), most=len(ticket.wanted))
+        growth = range(self._plan.prompt_pages, self._plan.pool.pages)
+        ticket.wanted = row_extents(self._pages(route), growth, most=len(ticket.wanted))
         ticket.shared = None
         if route.entry is not None:
             pages = route.entry.pages  # the last of their extents is shared only if no text follows in it
-            whole = np.arange(len(ticket.wanted)) < (pages // EXTENT if route.cuts else extents_for(pages))
-            ticket.shared, ticket.wanted = np.where(whole, route.entry.table, SCRATCH_EXTENT), ticket.wanted & ~whole
-        while ticket.wanted.sum() > self._extents.free and self.prefixes.evict(keep=route.entry):
-            pass
+            shares = np.arange(len(ticket.wanted)) < (pages // EXTENT if route.cuts else extents_for(pages))
+            ticket.shared, ticket.wanted = np.where(shares, route.entry.table, SCRATCH_EXTENT), ticket.wanted & ~shares
 
     def keep(self, tokens: np.ndarray, salt: str, count: int, row: DecodeState, step: Step) -> None:
         """Puts a row's cache, of the first `count` of its tokens, into the store; the row goes on."""
@@ -97,5 +107,7 @@ class KeptPrefixes:
         else:
             pages, done, cuts = route.entry.pages, len(route.entry.tokens), route.cuts
         for cut in cuts:
-            pages, done = pages + self._plan.text_slots(cut - done) // self._plan.page_size, cut
+            for start, stop in pieces(done, cut):
+                pages += self._plan.text_slots(stop - start) // self._plan.page_size
+            done = cut
         return pages

@@ -28,6 +28,7 @@ from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 
 LOG = logging.getLogger(__name__)
+PIECE = 512  # tokens of a text behind a kept beginning that are computed between two steps of other rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Route:
 
     entry: Entry | None
     cuts: tuple[int, ...]
+
+
+def pieces(start: int, stop: int) -> list[tuple[int, int]]:
+    """Returns the beginnings and ends of the pieces in which the tokens from `start` to `stop` are computed."""
+    return [(first, min(first + PIECE, stop)) for first in range(start, stop, PIECE)]
 
 
 class RowStart:
@@ -110,8 +116,11 @@ class RowStart:
                 state, step = choose_from(jnp.asarray(entry.logits), state, self._plan)
         for cut in self._route.cuts:
             if state is not None:
-                yield
-                state, step, self._pool = extend(self._model, self._tokens[end:cut], self._plan, state, self._pool)
+                for start, stop in pieces(end, cut):
+                    yield
+                    tokens = self._tokens[start:stop]
+                    state, step, self._pool = extend(self._model, tokens, self._plan, state, self._pool)
+                    state = self._with_options(state, stop) if stop < cut else state
             elif self._in_units:
                 table = None if self._table is None else self._table[None]
                 options = dict(sampling=self._sampling, draw=self._draw)
@@ -139,11 +148,11 @@ class RowStart:
             self._pool = host_pool.write_extent(self._pool, bits, jnp.int32(self._table[last]))
         layers = jax.tree.map(jnp.copy, jax.device_put(entry.cache, devices.device()))
         table = None if self._table is None else jnp.asarray(self._table[None])
-        cache = KVCache(layers, Lengths.of(jnp.asarray([len(entry.tokens)], jnp.int32), entry.pages), table)
-        zeros = jnp.zeros(1, jnp.int32)
-        return self._with_options(
-            DecodeState(cache, zeros, zeros > 0, row_keys([self._draw]), jnp.copy(zeros)), len(entry.tokens)
-        )
+        tokens, zeros = jnp.asarray([len(entry.tokens)], jnp.int32), jnp.zeros(1, jnp.int32)
+        cache = KVCache(layers, Lengths.of(tokens, entry.pages), table)
+        # Draws count from the end of the prompt, as behind a prefill.
+        state = DecodeState(cache, zeros, zeros > 0, row_keys([self._draw]), jnp.copy(tokens))
+        return self._with_options(state, len(entry.tokens))
 
     def _with_options(self, state: DecodeState, tokens: int) -> DecodeState:
         """Returns a row of so many tokens with the request's key and options, for `extend` to draw the first token with."""

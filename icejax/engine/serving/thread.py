@@ -6,9 +6,11 @@ arrays, so a caller that waits, fails or goes away stops nobody else.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -25,12 +27,12 @@ CLOSED = "the engine is closed: start another one"
 class Handle:
     """A request that an engine answers: iterate over it for the pieces of the answer, or take the whole `result`.
 
-    The queue of pieces holds at most one per token of the answers, so it is bounded by their limit.
+    Each iteration begins with the first piece, and any thread may read. A handle holds at most one piece per answer token.
     """
 
     def __init__(self, cancel: Callable[[Handle], None], answers: int) -> None:
-        self._pieces: queue.SimpleQueue[Outcome | BaseException | None] = queue.SimpleQueue()
-        self._cancel, self._answers_left = cancel, answers
+        self._pieces: list[Outcome | RuntimeError | None] = []
+        self._grown, self._cancel, self._answers = threading.Condition(), cancel, answers
 
     def __iter__(self) -> Iterator[GenerationResponse]:
         """Yields the pieces of the answers; ends early if the request was cancelled.
@@ -39,18 +41,21 @@ class Handle:
             InputError: the pool can never hold the request, too many wait, or the logits are not finite.
             RuntimeError: the engine failed or was closed; the error of a failure is its cause.
         """
-        while self._answers_left:
-            piece = self._pieces.get()
-            if not isinstance(piece, GenerationResponse):
-                self._answers_left = 0
-            elif piece.finish_reason is not None:
-                self._answers_left -= 1
-            if isinstance(piece, InputError):
-                raise piece
+        count, answers_left = 0, self._answers
+        while answers_left:
+            piece, count = self._piece(count), count + 1
             if isinstance(piece, BaseException):
-                raise RuntimeError(f"the engine has failed: {piece}") from piece
-            if piece is not None:
-                yield piece
+                raise piece
+            if piece is None:
+                return
+            answers_left -= piece.finish_reason is not None
+            yield piece
+
+    def _piece(self, number: int) -> Outcome | RuntimeError | None:
+        """Waits for a piece, and returns it."""
+        with self._grown:
+            self._grown.wait_for(lambda: len(self._pieces) > number)
+            return self._pieces[number]
 
     def results(self) -> list[GenerationResponse]:
         """Returns the whole answers, without those that were cancelled before their first token; errors as in the iteration."""
@@ -71,9 +76,11 @@ class Handle:
         """Ends the request wherever it is: in the queue, in prefill or between tokens. A request that is over stays so."""
         self._cancel(self)
 
-    def put(self, piece: Outcome | BaseException | None) -> None:
+    def put(self, piece: Outcome | RuntimeError | None) -> None:
         """Takes the next piece, an error, or None for the end of a cancelled request; the engine's thread calls it."""
-        self._pieces.put(piece)
+        with self._grown:
+            self._pieces.append(piece)
+            self._grown.notify_all()
 
 
 class EngineThread:
@@ -85,12 +92,14 @@ class EngineThread:
         self._new: deque[tuple[Handle, Sequence[Job]]] = deque()
         self._cancelled: deque[Handle] = deque()
         self._tickets: dict[Handle, list[Ticket]] = {}  # that are not over
-        self._closes, self._failure = False, None
+        self._closes = False
+        self._failure: BaseException | None = None
         self._started: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(make_core,), name="icejax-engine", daemon=True)
         self._thread.start()
         if (error := self._started.get()) is not None:
             raise error
+        atexit.register(self.close)  # an interpreter that ends under a running program may crash
 
     def submit(self, jobs: Sequence[Job]) -> Handle:
         """Puts the jobs of one request at the end of the queue.
@@ -100,10 +109,8 @@ class EngineThread:
         """
         handle = Handle(self._cancel, len(jobs))
         with self._changed:
-            if self._failure is not None:
-                raise RuntimeError(f"the engine has failed: {self._failure}") from self._failure
             if self._closes:
-                raise RuntimeError(CLOSED)
+                raise self._error()
             self._new.append((handle, jobs))
             self._changed.notify()
         return handle
@@ -114,50 +121,60 @@ class EngineThread:
             self._closes = True
             self._changed.notify()
         self._thread.join()
+        atexit.unregister(self.close)
 
     def _cancel(self, handle: Handle) -> None:
         with self._changed:
             self._cancelled.append(handle)
             self._changed.notify()
 
+    def _error(self) -> RuntimeError:
+        """Returns the error of a caller whose request is not answered."""
+        error = RuntimeError(CLOSED if self._failure is None else f"the engine has failed: {self._failure}")
+        error.__cause__ = self._failure
+        return error
+
     def _run(self, make_core: Callable[[], Core]) -> None:
+        failure = None
         try:
             core = make_core()
         except BaseException as error:
             self._started.put(error)
             return
         self._started.put(None)
-        failure: BaseException = RuntimeError(CLOSED)
         try:
-            while self._take_changes(core):
-                for ticket, outcome in core.step():
-                    handle = ticket.owner
-                    handle.put(outcome)
-                    if isinstance(outcome, InputError):
-                        self._drop(core, handle)
-                    elif outcome.finish_reason is not None:
-                        self._tickets[handle].remove(ticket)
-                        if not self._tickets[handle]:
-                            del self._tickets[handle]
+            self._drive(core)
         except BaseException as error:
             LOG.error("the engine has failed: %s", error)
             failure = error
+            traceback.clear_frames(error.__traceback__)  # they hold the core's arrays
+        del core
         with self._changed:
             self._closes, self._failure = True, failure
             handles = [*self._tickets, *(handle for handle, _ in self._new)]
         for handle in handles:
-            handle.put(failure)
+            handle.put(self._error())
+
+    def _drive(self, core: Core) -> None:
+        """Works until the engine closes."""
+        while self._take_changes(core):
+            for ticket, outcome in core.step():
+                handle = ticket.owner
+                handle.put(outcome)
+                if isinstance(outcome, InputError):
+                    self._drop(core, handle)
+                elif outcome.finish_reason is not None:
+                    self._tickets[handle].remove(ticket)
+                    if not self._tickets[handle]:
+                        del self._tickets[handle]
 
     def _take_changes(self, core: Core) -> bool:
         """Waits until there is something to do, and hands what callers asked for to the core; False: the engine closes."""
         with self._changed:
             self._changed.wait_for(lambda: core.busy or self._new or self._cancelled or self._closes)
-            new, cancelled = [*self._new], [*self._cancelled]
+            new, cancelled, closes = [*self._new], [*self._cancelled], self._closes
             self._new.clear()
             self._cancelled.clear()
-            if self._closes:
-                self._new.extend(new)
-                return False
         for handle, jobs in new:
             self._tickets[handle] = []
             try:
@@ -169,7 +186,7 @@ class EngineThread:
         for handle in cancelled:
             if self._drop(core, handle):
                 handle.put(None)
-        return True
+        return not closes
 
     def _drop(self, core: Core, handle: Handle) -> bool:
         """Takes a request out of the core; False if it is over already."""

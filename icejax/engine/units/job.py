@@ -4,8 +4,8 @@ The engine makes a job for a prompt that joins a running batch. The units of a l
 blocks of queries, then what the cache policy keeps, then the write of its pages to the pool. So all keys of a layer are packed
 together, as in `prefill`, and the pool may be read and written by other rows between two units.
 
-Example: a prompt of 8,192 tokens of Qwen2.5-Coder-0.5B with the clustered cache on a CPU has 36 units a layer: 1 of keys and
-values, 32 of 256 queries, 2 KV heads, and 1 write.
+Example: a prompt of 8,192 tokens of Qwen2.5-Coder-0.5B with the clustered cache on a CPU has 20 units a layer: 1 of keys and
+values, 16 of 512 queries, 2 of KV heads, and 1 write.
 """
 
 from __future__ import annotations
@@ -74,13 +74,12 @@ class PrefillJob:
         next(self._units)  # stops before the first unit
 
     def advance(self, pool: jax.Array | None) -> jax.Array | None:
-        """Dispatches the next unit and returns the pool, which a unit that writes pages donates.
-
-        The first unit of a layer waits until the layer before has ended, so that one layer's buffers exist at a time.
-        """
+        """Runs the next unit to its end and returns the pool, which a unit that writes pages donates."""
         self._pool = pool
-        self.done = next(self._units, True) is True
+        results = next(self._units, None)
+        self.done = results is None
         pool, self._pool = self._pool, None
+        jax.block_until_ready((results, self._x, pool))  # what still runs would delay the next step
         return pool
 
     def result(self) -> tuple[DecodeState, Step]:
@@ -89,30 +88,33 @@ class PrefillJob:
         states = tuple(self._states)
         return first_state(self._model, [self._prompt], self._plan, self._x, states, self._table, **options)
 
-    def _run(self) -> Iterator[None]:
-        """Runs the units: a `yield` stands before every unit, and the code up to the next one is the unit."""
+    def _run(self) -> Iterator[Any]:
+        """Runs the units: a `yield` stands before every unit and gives the results of the one before."""
         model, plan, lengths = self._model, self._plan, self._lengths
-        x = shared = None
+        results, x, shared = (), None, None
         for number, layer in enumerate(model.model.layers):
             spec = plan.spec_of(number)
             sizes = self._sizes or unit_sizes(model.config, layer.config, spec, self._padded.shape[1], plan.platform)
             for first in range(0, len(self._prompt), sizes.tokens):
-                yield
+                yield results
                 if first == 0:
-                    LOG.info("layer %d: units of %d tokens and %d queries", number, sizes.tokens, sizes.queries)
-                    x = self._embedded() if x is None else x.block_until_ready()
+                    LOG.debug("layer %d: units of %d tokens and %d queries", number, sizes.tokens, sizes.queries)
+                    x = self._embedded() if x is None else x
                     loaded = with_experts_on_device(layer)
                     keys, queries = programs.empty_buffers(loaded, x)
-                keys = programs.write_keys(loaded, x, keys, lengths, np.int32(first), count=sizes.tokens)
+                results = keys = programs.write_keys(loaded, x, keys, lengths, np.int32(first), count=sizes.tokens)
             for first in range(0, len(self._prompt), sizes.queries):
-                yield
-                x, queries = programs.run_block(loaded, x, queries, keys, lengths, np.int32(first), count=sizes.queries)
+                yield results
+                results = x, queries = programs.run_block(
+                    loaded, x, queries, keys, lengths, np.int32(first), count=sizes.queries
+                )
             if layer.offloaded is not None:
                 layer.experts.update_resident(loaded.experts, queries.uses)
-            outcome = yield from self._pack(number, (loaded, keys, queries), shared)
+            results = outcome = yield from self._pack(number, (loaded, keys, queries), shared, results)
             del keys, queries, loaded
             if outcome.pages is not None:
-                yield
+                yield results
+                results = ()
                 self._pool = write_layer(self._pool, outcome.pages, self._table, plan.pooled.index(number))
             self._states.append(outcome.state)
             shared = outcome.shared or shared
@@ -124,17 +126,21 @@ class PrefillJob:
         """Returns the first layer's input, committed to the device, as the output of a layer with experts from the host is."""
         return jax.device_put(embed(self._model, jnp.asarray(self._padded)), devices.device())
 
-    def _pack(self, number: int, layer_arrays: tuple, shared: Shared | None) -> Generator[None, None, Outcome]:
-        """Runs the units that build the cache of a layer: one for each KV head where the policy allows it, else one."""
+    def _pack(self, number: int, layer_arrays: tuple, shared: Shared | None, results: Any) -> Generator[Any, None, Outcome]:
+        """Runs the units that build the cache of a layer: one for each KV head where the policy allows it, else one.
+
+        Args:
+            results: those of the unit before.
+        """
         layer, keys, queries = layer_arrays
         policy, spec = self._plan.policies[number], self._plan.spec_of(number)
         arrays, sizes = (layer, keys, queries, self._lengths, shared), dict(policy=policy, spec=spec)
         if not policy.packs_by_head or spec.num_kv_heads == 1:
-            yield
+            yield results
             return programs.pack(*arrays, **sizes)
         outcome = None
         for head in range(spec.num_kv_heads):
-            yield
+            yield results if outcome is None else outcome
             if outcome is None:
                 outcome = programs.empty_outcome(*arrays, **sizes)
             outcome = programs.pack_head(outcome, *arrays, np.int32(head), **sizes)

@@ -3,8 +3,8 @@
 `PrefillJob` calls them for one row of padded tokens [1, T, D]. The first token or query of a unit is a traced number, so a
 program serves all units of a layer, and all layers of its kind. Buffers are donated and written in place.
 
-Example: a prompt of 8,192 tokens in blocks of 256: the unit with `first` 512 attends with the queries 512 to 767 to the keys 0
-to 767, and replaces the input of these tokens by the layer's output.
+Example: a prompt of 8,192 tokens in blocks of 512: the unit with `first` 1,024 attends with the queries 1,024 to 1,535 to the
+keys 0 to 1,535, and replaces the input of these tokens by the layer's output.
 """
 
 from __future__ import annotations

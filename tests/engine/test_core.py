@@ -1,0 +1,260 @@
+"""The core: rows come and go, and each row's answer is that of its prompt alone."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import icejax
+from icejax.cache.registry import Clustered, Coded, Full, SnapKV, Streaming
+from icejax.checks.errors import InputError
+from icejax.engine.request import AnswerOptions
+from icejax.engine.response import GenerationResponse, join
+from icejax.engine.sampling import Sampling
+from icejax.engine.serving.core import Core, CoreSizes, Job
+from icejax.runtime.compile_clock import Mark
+from tests import tolerances
+from tests.helpers import families
+from tests.helpers.letters import Letters
+
+ROOM = 2048  # tokens: a budget for all tokens, even in partly filled pages
+PAGES = dict(budget=ROOM, page_size=8, compact_every=32)
+CACHES = {
+    "full": Full(),
+    "clustered": Clustered(**PAGES),
+    "coded": Coded(**PAGES),
+    "snapkv": SnapKV(budget=ROOM),
+    "evicting": Streaming(budget=48),
+}
+LENGTHS = (200, 5, 40, 250, 33, 64, 9, 129, 77, 31)  # of prompts
+LIMITS = (37, 45, 29, 41, 18, 50, 33)  # of answers, so that places become free at all phases of the window's page
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Returns a model that also has sliding layers, whose rings wrap."""
+    return families.load(families.build(families.row("qwen3-layer-types")), tmp_path_factory.mktemp("model"))
+
+
+def job(prompt, index: int = 0, *, seed: int = 0, **options) -> Job:
+    options = AnswerOptions(**dict(max_new_tokens=max(LIMITS)) | options)
+    names = dict(index=index, number=index + 1, draw=(seed, index), started=Mark.now())
+    return Job(tokens=np.asarray(prompt, np.int32), options=options, limit=options.max_new_tokens, **names)
+
+
+def core_of(model, policy, *, places: int = 3, longest: int = 250, new: int = max(LIMITS), **options) -> Core:
+    sizes = dict(places=places, prompt_tokens=longest, new_tokens=new, prompts=(longest,) * places, joins=True)
+    return Core(model, Letters(), policy, CoreSizes(**sizes), **options)
+
+
+def answers(core: Core) -> dict[int, GenerationResponse | InputError]:
+    """Runs a core until it has answered all; returns whole answers and errors by index."""
+    pieces = {}
+    while core.busy:
+        for ticket, outcome in core.step():
+            pieces.setdefault(ticket.request.index, []).append(outcome)
+    return {index: row[-1] if isinstance(row[-1], InputError) else join(row) for index, row in pieces.items()}
+
+
+def alone(model, policy, prompt, **options) -> GenerationResponse:
+    (answer,) = icejax.generate(
+        model, Letters(), icejax.Request(prompt=prompt, index=options.pop("index", 0)), cache=policy, **options
+    )
+    return answer
+
+
+def assert_all_free(core: Core) -> None:
+    """Whoever comes next has all places and all extents."""
+    extents = core.scheduler.extents
+    assert not core.busy and not core.scheduler.decoding
+    assert len(core.scheduler._free) == core.plan.spec.batch_size
+    assert extents is None or extents.free == len(extents._users) - extents._users[0]
+
+
+PROMPTS = [families.tokens(length, seed=i) for i, length in enumerate((*LENGTHS, *LENGTHS, *LENGTHS[:4]))]
+ANSWERED = [*itertools.islice(itertools.cycle(LIMITS), len(PROMPTS))]  # tokens of each prompt's answer
+
+
+@pytest.fixture(scope="module")
+def of_full_cache(model):
+    """The answers of rows of the full cache that begin together."""
+    requests = [icejax.Request(prompt=prompt, max_new_tokens=n) for prompt, n in zip(PROMPTS, ANSWERED, strict=True)]
+    return icejax.generate(model, Letters(), requests, cache=Full(), logprobs=0)
+
+
+def answers_at_all_phases(model, policy) -> list[GenerationResponse]:
+    """Answers of rows that join at each phase of the page, over compactions and a wrap of the pages of new tokens."""
+    clocks, joined, pieces = [0], {}, {}
+    core = core_of(model, policy, watch=lambda state: clocks.append(int(state.cache.lengths.clock)))
+    for i, (prompt, limit) in enumerate(zip(PROMPTS, ANSWERED, strict=True)):
+        core.submit(job(prompt, i, max_new_tokens=limit, logprobs=0))
+    while core.busy:
+        for _, piece in core.step():
+            joined.setdefault(piece.row, clocks[-1])
+            pieces.setdefault(piece.row, []).append(piece)
+    assert_all_free(core)
+    assert {clock % 8 for clock in joined.values()} == {*range(8)} and max(clocks) > core.plan.spec.new_capacity
+    return [join(pieces[i]) for i in range(len(PROMPTS))]
+
+
+def assert_equal(actual: GenerationResponse, expected: GenerationResponse) -> None:
+    assert (actual.token_ids, actual.text, actual.finish_reason) == (expected.token_ids, expected.text, expected.finish_reason)
+    scores = [[token.chosen.logprob for token in answer.logprobs] for answer in (actual, expected)]
+    np.testing.assert_allclose(*scores, rtol=0, atol=tolerances.LOGITS)
+
+
+@pytest.mark.parametrize("name", ["clustered", *map(slow, ("full", "coded", "snapkv"))])
+def test_rows_that_come_and_go_equal_rows_that_begin_together(model, of_full_cache, name):
+    for actual, expected in zip(answers_at_all_phases(model, CACHES[name]), of_full_cache, strict=True):
+        assert_equal(actual, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CACHES)
+def test_a_row_equals_itself_alone_at_every_phase(model, name):
+    for i, actual in enumerate(answers_at_all_phases(model, CACHES[name])):
+        assert_equal(actual, alone(model, CACHES[name], PROMPTS[i], max_new_tokens=ANSWERED[i], logprobs=0))
+
+
+KINDS = (Sampling(temperature=1.2), None, Sampling(temperature=0.9, repetition_penalty=1.3), Sampling(frequency_penalty=1.0))
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("full", KINDS[:2]), slow("full", KINDS), slow("clustered", KINDS)])
+def test_a_sampled_row_draws_the_same_whatever_its_place(model, name, kinds):
+    """Rows that sample, rows with penalties and greedy rows, one after another and together."""
+    options = [dict(seed=5, sampling=kinds[i % len(kinds)], max_new_tokens=10 + i) for i in range(9)]
+    results = []
+    for places in (1, 3):
+        core = core_of(model, CACHES[name], places=places)
+        for i, row_options in enumerate(options):
+            core.submit(job(PROMPTS[i], i, **row_options))
+        results.append({i: answer.token_ids for i, answer in answers(core).items()})
+    assert results[0] == results[1] and len(results[0]) == len(options)
+    core = core_of(model, CACHES[name])
+    core.submit(job(PROMPTS[4], 4, **options[4] | dict(seed=6)))
+    assert answers(core)[4].token_ids != results[0][4]
+
+
+def test_each_row_reports_as_many_logprobs_as_it_asks_for(model, of_full_cache):
+    core = core_of(model, Full(), places=2)
+    counts = (None, 3, 0, 1, None, 2)
+    for i, count in enumerate(counts):
+        core.submit(job(PROMPTS[i], i, logprobs=count, max_new_tokens=6 + i))
+    for i, answer in answers(core).items():
+        assert answer.token_ids == of_full_cache[i].token_ids[: 6 + i]
+        if counts[i] is None:
+            assert answer.logprobs is None
+        else:
+            assert {len(token.top) for token in answer.logprobs} == {counts[i]}
+            scores = [[token.chosen.logprob for token in reply.logprobs[: 6 + i]] for reply in (answer, of_full_cache[i])]
+            np.testing.assert_allclose(*scores, rtol=0, atol=tolerances.LOGITS)
+
+
+def test_a_stop_string_frees_the_place_for_the_next(model, of_full_cache):
+    """The step behind the stop string runs already when the host reads it."""
+    core, stops = core_of(model, Full(), places=2), {}
+    for i in range(6):
+        stops[i] = of_full_cache[i].text[5 + i : 8 + i]
+        core.submit(job(PROMPTS[i], i, stop=stops[i]))
+    for i, answer in answers(core).items():
+        text = of_full_cache[i].text
+        assert (answer.text, answer.finish_reason) == (text[: text.index(stops[i])], "stop")
+    assert_all_free(core)
+
+
+@pytest.mark.parametrize("name", ["full", slow("clustered")])
+def test_a_row_without_finite_logits_fails_alone(tmp_path, name):
+    """One fails with its first token, one in the midst of its answer; their places and extents go to the next rows."""
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    prompts = [[token % 40 for token in families.tokens(12, seed=i)] for i in range(6)]
+    sound = [answer.token_ids for answer in icejax.generate(model, Letters(), prompts, cache=Full(), max_new_tokens=9)]
+    others = {token for i in (0, 3, 4, 5) for token in (*prompts[i], *sound[i])}
+    at, bad = next((at, token) for at, token in enumerate(sound[2][:-1]) if at > 1 and token not in {*others, *prompts[2]})
+    first = next(token for token in range(101) if token not in {*others, *prompts[2], *sound[2]})
+    prompts[1][5] = first
+    weight = model.model.embed_tokens.weight
+    weight[...] = weight[...].at[jnp.asarray([bad, first])].set(jnp.nan)
+    core, pieces = core_of(model, CACHES[name], places=2), {}
+    for i, prompt in enumerate(prompts):
+        core.submit(job(prompt, i, max_new_tokens=9))
+    while core.busy:
+        for ticket, outcome in core.step():
+            pieces.setdefault(ticket.request.index, []).append(outcome)
+    assert_all_free(core)
+    for i in (1, 2):
+        *streamed, error = pieces[i]
+        assert [piece.token_ids[0] for piece in streamed] == ([] if i == 1 else [*sound[2][: at + 1]])
+        assert str(error) == (
+            f"prompt {i + 1}: the model's logits are not finite: model.embed_tokens.weight holds NaN: fetch the checkpoint again"
+        )
+    for i in (0, 3, 4, 5):
+        assert join(pieces[i]).token_ids == sound[i]
+
+
+@pytest.fixture(scope="module")
+def longrope(tmp_path_factory):
+    """Returns a model whose keys change beyond 64 tokens."""
+    return families.load(families.build(families.row("phi3-long"), num_hidden_layers=2), tmp_path_factory.mktemp("longrope"))
+
+
+@pytest.mark.parametrize(("name", "places"), [("full", 2), ("clustered", 1), slow("clustered", 2), slow("full", 1)])
+def test_rows_that_outgrow_the_original_context_equal_themselves(longrope, name, places):
+    """Prompts below, at and beyond the original context, in a core of several places and in one of a single place."""
+    lengths, limits = (30, 100, 64, 10, 63, 50, 65, 40), (50, 10, 9, 60, 3, 30, 5, 41)
+    requests = [
+        icejax.Request(prompt=families.tokens(length, seed=length), max_new_tokens=limit)
+        for length, limit in zip(lengths, limits, strict=True)
+    ]
+    core = core_of(longrope, CACHES[name], places=places, longest=100, new=60)
+    for i, request in enumerate(requests):
+        core.submit(job(request.prompt, i, max_new_tokens=request.max_new_tokens))
+    replies = answers(core)
+    assert_all_free(core)
+    together = icejax.generate(longrope, Letters(), requests, cache=Full())
+    assert [replies[i].token_ids for i in range(len(requests))] == [answer.token_ids for answer in together]
+
+
+def cancels_at_random(core: Core, count: int, *, seed: int) -> None:
+    """Submits `count` jobs and releases each at a random moment of its way; some twice, some when they are over."""
+    draw, tickets, number = np.random.default_rng(seed), [], 0
+    while number < count or core.busy:
+        if number < count and draw.random() < 0.5:
+            prompt = PROMPTS[draw.integers(len(PROMPTS))]
+            tickets.append(core.submit(job(prompt, number, max_new_tokens=int(draw.integers(1, 40)))))
+            number += 1
+        for ticket, _ in core.step():
+            if draw.random() < 0.02:
+                core.release(ticket)
+        while tickets and draw.random() < 0.5:
+            core.release(tickets[draw.integers(len(tickets))])
+        held = [ticket for ticket in tickets if ticket.at is not None]
+        assert len(held) == len(core.scheduler.decoding) + (core.scheduler.prefilling is not None)
+    assert_all_free(core)
+
+
+@pytest.mark.parametrize(("name", "count"), [("clustered", 25), *(slow(name, 1000) for name in ("full", "clustered", "coded"))])
+def test_cancelled_rows_leave_nothing_behind(model, of_full_cache, name, count):
+    """Who comes later has the answer of a prompt alone."""
+    core = core_of(model, CACHES[name])
+    cancels_at_random(core, count, seed=3)
+    for i in range(4):
+        core.submit(job(PROMPTS[i], i, max_new_tokens=ANSWERED[i]))
+    assert {i: answer.token_ids for i, answer in answers(core).items()} == {i: of_full_cache[i].token_ids for i in range(4)}
+
+
+def test_a_job_that_is_refused_leaves_nothing_behind(model):
+    sizes = CoreSizes(places=2, prompt_tokens=2000, new_tokens=20, prompts=(100, 100), joins=True)
+    core = Core(model, Letters(), CACHES["clustered"], sizes, most_waiting=1)
+    with pytest.raises(InputError, match="the request needs . extents of host memory and the pool has .: shorten it"):
+        core.submit(job(families.tokens(2000), 0, max_new_tokens=20))
+    assert not core.busy
+    ticket = core.submit(job(PROMPTS[0], 0, max_new_tokens=2))
+    with pytest.raises(InputError, match="1 requests wait already, as many as may: try again later"):
+        core.submit(job(PROMPTS[1], 1, max_new_tokens=2))
+    core.release(ticket)
+    assert_all_free(core)
