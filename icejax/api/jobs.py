@@ -36,5 +36,5 @@ def jobs_of(
         fields = dict(tokens=tokens, options=options, limit=limit, started=started, index=i, number=request.index + 1)
         for sample in range(n):
             draw = seed, (index + sample * SAMPLE_STEP) % 2**32
-            jobs.append(Job(draw=draw, sample=sample, samples=n, **fields))
+            jobs.append(Job(draw=draw, sample=sample, samples=n, salt=str(i), **fields))  # a text depends on its prompt alone
     return jobs

@@ -1,6 +1,6 @@
 """Prompts to token ids: applies chat templates, tokenizes prompts and checks them.
 
-`api.generate`, `Session` and the commands call it.
+`api.jobs`, `Session` and the commands call it.
 """
 
 from __future__ import annotations

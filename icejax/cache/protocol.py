@@ -205,6 +205,7 @@ class CachePolicy(abc.ABC):
     rerotates: bool = False  # whether the policy calls `View.rerotate`, which not every RoPE allows
     prefetch: bool = False  # whether a decode step calls `View.guess`
     follows: bool = False  # whether the policy reads `View.shared`, and so follows an earlier layer
+    evicts: bool = False  # whether it drops tokens that a later text would attend to
     packs_by_head: bool = False  # whether `prefill` treats each KV head as it would alone, so that heads can take turns
 
     def for_platform(self, platform: str, *, latent: bool) -> CachePolicy:

@@ -1,7 +1,8 @@
 """Rows of a decoding batch: between steps a row is inserted, taken out, ended or forked; the whole pool is never copied.
 
 `DecodeState` holds B rows, and a row by itself is a batch of one. The pool has no batch axis: each row owns extents of it,
-listed in its row of `KVCache.table`, i32[B, X]. Benchmarks and tests call this module.
+listed in its row of `KVCache.table`, i32[B, X]. The core and the decode loop insert rows, take them out and free
+their places; benchmarks and tests also fork and fold rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The plan of a generation: each layer's cache policy and the sizes that programs are compiled for.
 
-`api.generate`, `Session`, attention maps and benchmarks call `make_plan`; prefill, extend and the decode step take the plan as
+The core, `Session`, attention maps and benchmarks call `make_plan`; prefill, extend and the decode step take the plan as
 a static argument.
 
 Example: pages of 8 tokens, prompts padded to 256, 256 slots for new tokens, `compact_every=32`. Then the pool has 64 pages

@@ -1,6 +1,6 @@
 """Prefill: runs prompts [B, T] of token ids into a new cache and chooses each row's first token.
 
-`api.generate` and `Session` call it. Prefill is layer-major: one program runs one layer over the whole prompt [B, T, D], so
+`serving.start` and `Session` call it. Prefill is layer-major: one program runs one layer over the whole prompt [B, T, D], so
 the device holds the weights, the prompt's activations and one layer's keys and values. Experts in host memory come to the
 device for one layer at a time.
 """

@@ -18,7 +18,7 @@ MOST_LOGPROBS = 1000  # most likely tokens that may be reported with each token
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
-    """Options of an answer, with the defaults of `generate`, `Session` and the command line.
+    """Options of an answer, with the defaults of `generate`, `Engine`, `Session` and the command line.
 
     Attributes:
         sampling: sampling options; None: greedy.

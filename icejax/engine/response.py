@@ -31,7 +31,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """The measurements that are the same for every token of a run. Bytes are reserved bytes divided by the number of rows.
+    """The measurements that are the same for every token of a run. Bytes are reserved bytes divided by the number of
+    rows that decode at once.
 
     Attributes:
         cache: name of the policy.
@@ -68,13 +69,12 @@ class GenerationResponse:
         prompt_tokens, new_tokens: number of prompt tokens, and of answer tokens so far.
         cached_tokens: number of prompt tokens that were in a cache before the call, of a session or of the prefix store.
         finish_reason: `stop` (an eos token or a stop string), `length`, or None while the row goes on.
-        ttft_s: seconds from the call to the row's first token: the tokenizing of all texts of the call, the wait for a place in
-            the batch and the row's prefill count.
+        ttft_s: seconds from the call until the row's first token is computed. Tokenizing the call's prompts, waiting for a
+            place and the work of other rows count.
         compile_s: the seconds of `ttft_s` spent on tracing and compiling; later calls with the same sizes skip them.
         tpot_s: median seconds per token after the first, the caller's work between tokens included; None until the row has
             ended.
-        prefill_tps: the prompt tokens that were prefilled, all but `cached_tokens`, over the seconds from the beginning of the
-            row's own prefill to its first token, decode steps of other rows in between included.
+        prefill_tps: prompt tokens without `cached_tokens` over the seconds of the row's own prefill, compiling included.
         decode_tps: the row's own tokens per second after the first, `1 / tpot_s`.
         full_kv_bytes: bytes that a full cache would take for the row's tokens so far.
         pages_selected, pages_fetched: pages attended to exactly, and pages fetched from host memory, summed over steps, layers

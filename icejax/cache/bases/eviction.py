@@ -103,6 +103,8 @@ class Eviction(CachePolicy):
     KV head has used its room, the slot of the token that is worth least.
     """
 
+    evicts = True
+
     @abc.abstractmethod
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
         """Returns the fp32 scores of all tokens after a text.

@@ -1,6 +1,6 @@
 """Ownership of the pool's extents (64 pages each): a row takes the extents its pages need and gives them back.
 
-The engine's plan and batch call it, on the host, with NumPy tables [B, X].
+The engine's plan, batch, scheduler and prefix store call it, on the host, with NumPy tables [B, X].
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The decode loop: takes decode steps and turns each row's tokens into responses.
 
-The engine and `Session` call it. Per step one array of counters i32[8, B] comes to the host; the next step already runs while
+The core and `Session` call it. Per step one array of counters i32[8, B] comes to the host; the next step already runs while
 the host reads it.
 """
 

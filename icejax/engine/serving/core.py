@@ -1,6 +1,6 @@
 """The engine's core: rows of one decoding batch come and go, and each piece of work is a call in the caller's thread.
 
-`api.generate` drives a core until all its requests are answered. `serving.engine` drives one in a thread of its own, for
+`api.generate` drives a core until all its requests are answered. `serving.thread` drives one in a thread of its own, for
 callers that come at any time. One core owns the decoding batch, the pool and its extents.
 
     core = Core(model, tokenizer, policy, sizes)

@@ -51,13 +51,15 @@ class KeptPrefixes:
             most_bytes: bytes of the entries' arrays.
         """
         self._plan, self._extents, self.prefixes = plan, extents, Prefixes(extents, most_bytes=most_bytes)
+        self._evicts = any(policy.evicts for policy in plan.policies)
 
     def prepare(self, ticket: Ticket) -> None:
         """Sets a ticket's route and the extents that it needs, and forgets entries until so many extents are free."""
         tokens, salt = ticket.request.tokens, ticket.request.salt
         entry, shared = self.prefixes.find(tokens, salt)
         held = 0 if entry is None else len(entry.tokens)
-        cuts = (shared, len(tokens)) if held + BLOCK <= shared < len(tokens) else (len(tokens),)
+        is_cut = held + BLOCK <= shared < len(tokens) and not self._evicts
+        cuts = (shared, len(tokens)) if is_cut else (len(tokens),)
         whole, route = Route(None, (len(tokens),)), Route(entry, () if held == len(tokens) else cuts)
         if self._pages(route) > self._plan.prompt_pages:  # each text behind another wastes a part of a page
             route = whole
@@ -87,16 +89,18 @@ class KeptPrefixes:
 
     def keep(self, tokens: np.ndarray, salt: str, count: int, row: DecodeState, step: Step) -> None:
         """Puts a row's cache, of the first `count` of its tokens, into the store; the row goes on."""
+        nbytes = sum(x.nbytes for x in jax.tree.leaves(row.cache.layers))
+        if nbytes > self.prefixes.most_bytes:
+            LOG.info("a beginning of %d tokens is not kept: its arrays take %d bytes", count, nbytes)
+            return
         # Copies, because the row's steps donate its arrays.
         cache = jax.tree.map(lambda x: np.array(x, copy=True), row.cache.layers)
         table, pages = None, 0
         if self._plan.pooled:
             table, pages = np.array(row.cache.table)[0], pages_used(row, self._plan)
             table = np.where(np.arange(len(table)) < extents_for(pages), table, SCRATCH_EXTENT)
-        nbytes = sum(x.nbytes for x in jax.tree.leaves(cache))
-        entry = Entry(np.array(tokens[:count]), cache, nbytes, table, pages, np.array(step.logits))
-        if not self.prefixes.add(entry, salt):
-            LOG.info("a beginning of %d tokens and %d bytes is not kept", count, nbytes)
+        fields = dict(table=table, pages=pages, logits=np.array(step.logits), extends=not self._evicts)
+        self.prefixes.add(Entry(np.array(tokens[:count]), cache, nbytes, **fields), salt)
 
     def _pages(self, route: Route) -> int:
         """Returns how many prompt pages a row takes that goes a route."""

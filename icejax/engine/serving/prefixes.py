@@ -37,6 +37,7 @@ class Entry:
         table: i32[X], extents of its pages; None without a pool.
         pages: number of pages in use.
         logits: f32[1, V], the logits behind its last token, for a prompt that is the entry.
+        extends: whether other text may follow; False if the cache has evicted tokens, which this text would miss.
     """
 
     tokens: np.ndarray
@@ -45,18 +46,20 @@ class Entry:
     table: np.ndarray | None
     pages: int
     logits: Any
+    extends: bool
 
 
 class Prefixes:
     """Entries by their first blocks. Those that were not used for longest go when there is no room.
 
     Attributes:
+        most_bytes: bytes of the entries' arrays.
         hits, queries: number of tokens of prompts that were found, and of all prompts.
     """
 
     def __init__(self, extents: Extents | None, *, most_bytes: int) -> None:
-        """Begins with an empty store; `most_bytes`: bytes of the entries' arrays."""
-        self._extents, self._most_bytes = extents, most_bytes
+        """Begins with an empty store."""
+        self._extents, self.most_bytes = extents, most_bytes
         self._entries: OrderedDict[Entry, bytes] = OrderedDict()  # the last used at the end
         self._by_blocks: dict[bytes, list[Entry]] = {}
         self._seen: OrderedDict[bytes, None] = OrderedDict()
@@ -68,6 +71,7 @@ class Prefixes:
         for count, key in enumerate(chain):
             for entry in self._by_blocks.get(key, ()):
                 fits = (0 if best is None else len(best.tokens)) < len(entry.tokens) <= len(tokens)
+                fits = fits and (entry.extends or len(entry.tokens) == len(tokens))
                 if fits and np.array_equal(entry.tokens[count * BLOCK :], tokens[count * BLOCK : len(entry.tokens)]):
                     best = entry
         shared = max((count for count, key in enumerate(chain) if key in self._seen), default=0) * BLOCK
@@ -88,19 +92,18 @@ class Prefixes:
         while len(self._seen) > MOST_SEEN:
             self._seen.popitem(last=False)
 
-    def add(self, entry: Entry, salt: str) -> bool:
-        """Keeps an entry and shares its extents; False if it is too large, or is there."""
+    def add(self, entry: Entry, salt: str) -> None:
+        """Keeps an entry of at most `most_bytes`, unless it is there, and shares its extents."""
         key = _chain(entry.tokens, salt)[-1]
         same = (other for other in self._by_blocks.get(key, ()) if np.array_equal(other.tokens, entry.tokens))
-        if entry.nbytes > self._most_bytes or any(same):
-            return False
+        if any(same):
+            return
         if entry.table is not None:
             self._extents.share(entry.table)
         self._entries[entry] = key
         self._by_blocks.setdefault(key, []).append(entry)
-        while self.nbytes > self._most_bytes:
+        while self.nbytes > self.most_bytes:
             self.evict()
-        return True
 
     def evict(self, keep: Entry | None = None) -> bool:
         """Forgets the entry that was not used for longest; False if there is none but `keep`."""

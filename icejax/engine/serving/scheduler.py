@@ -1,6 +1,6 @@
 """The scheduler decides which request gets a place in the batch, and what the engine does next; it knows no device, no clock.
 
-The engine calls it, with the seconds that each piece of work took. Admission is first come, first served: a request waits until
+The core calls it, with the seconds that each piece of work took. Admission is first come, first served: a request waits until
 a place is free and the pool has extents for its prompt and its whole answer. Nothing is ever preempted.
 
 Example: a prompt is prefilled in 10 units of 150 ms while other rows decode in steps of 50 ms, at a share of 0.7. After each
