@@ -270,6 +270,21 @@ def test_prompts_prefilled_in_units_between_steps_equal_others(model, of_full_ca
         assert_equal(replies[i], expected)
 
 
+@pytest.mark.parametrize(("name", "places"), [("clustered", 2), *(slow(name, 1) for name in ("full", "clustered", "coded"))])
+def test_prompts_behind_a_kept_beginning_equal_themselves(model, name, places):
+    """The second prompt is prefilled in two texts, the later ones begin with an entry; prompts may have several extents."""
+    sizes = dict(places=places, prompt_tokens=1000, new_tokens=40, prompts=(1000,) * places, joins=True, prefix_memory=2**24)
+    core, document = Core(model, Letters(), CACHES[name], CoreSizes(**sizes)), families.tokens(300)
+    prompts = [[*document, *families.tokens(20 + 9 * i, seed=i)] for i in range(5)]
+    for i, prompt in enumerate(prompts):
+        core.submit(job(prompt, i, max_new_tokens=40, logprobs=0))
+    replies = answers(core)
+    expected = icejax.generate(model, Letters(), prompts, cache=Full(), max_new_tokens=40, logprobs=0)
+    for i in range(5):
+        assert_equal(replies[i], expected[i])
+    assert [replies[i].cached_tokens for i in range(5)] == [0, 0, 256, 256, 256]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "clustered", "coded"])
 def test_cancels_leave_kept_beginnings_and_nothing_else(model, name):
@@ -280,8 +295,8 @@ def test_cancels_leave_kept_beginnings_and_nothing_else(model, name):
     prompts = [[*documents[i % 3], *families.tokens(20 + i, seed=i)] for i in range(12)]
     expected = [answer.token_ids for answer in icejax.generate(model, Letters(), prompts, cache=Full(), max_new_tokens=40)]
     tickets, replies, capacity = [], {}, core.scheduler.extents and core.scheduler.extents.free
-    while len(tickets) < 150 or core.busy:
-        if len(tickets) < 150 and draw.random() < 0.3:
+    while len(tickets) < 60 or core.busy:
+        if len(tickets) < 60 and draw.random() < 0.3:
             tickets.append(core.submit(job(prompts[draw.integers(12)], len(tickets), max_new_tokens=40)))
         for ticket, piece in core.step():
             replies.setdefault(ticket, []).append(piece.token_ids[0])
@@ -296,6 +311,20 @@ def test_cancels_leave_kept_beginnings_and_nothing_else(model, name):
     while core._kept.prefixes.evict():
         pass
     assert capacity is None or core.scheduler.extents.free == capacity
+
+
+def test_a_row_released_within_a_step_has_no_more_pieces(model):
+    core = core_of(model, Full(), places=2)
+    tickets = [core.submit(job(PROMPTS[i], i)) for i in (1, 6)]
+    while (count := len(list(core.step()))) < 2:
+        assert count == 0
+    pieces = []
+    for ticket, _ in core.step():
+        pieces.append(ticket)
+        core.release(tickets[0] if ticket is tickets[1] else tickets[1])
+    assert len(pieces) == 1 and len(list(core.step())) == 1
+    core.release(pieces[0])
+    assert_all_free(core)
 
 
 def test_a_job_that_is_refused_leaves_nothing_behind(model):

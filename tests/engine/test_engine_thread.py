@@ -231,7 +231,9 @@ def test_a_failure_is_raised_in_every_callers_thread(engine, caplog):
     done = thread.submit(job("a"))
     assert done.result().text == "a0 a1 a2 "
     core.gate.clear()
-    handles = [thread.submit(job(name)) for name in "bcd"]
+    handles = [thread.submit(job("b"))]
+    wait_until(lambda: not thread._new)  # the thread stands before its first piece of work
+    handles += [thread.submit(job("c")), thread.submit(job("d"))]
     core.fails = ZeroDivisionError("the device has no power")
     threading.Timer(0.05, core.gate.set).start()
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from icejax.cache.pool import host_pool
 from icejax.cache.protocol import KVCache, Lengths
+from icejax.engine.batch import pages_used
 from icejax.engine.decode.step import DecodeState, Step
 from icejax.engine.extend import extend
 from icejax.engine.first_token import choose_from
@@ -136,8 +137,21 @@ class RowStart:
                 state, step, self._pool = prefill(self._model, [self._tokens[:cut]], self._plan, **options)
             if self._keep is not None:
                 self._keep(cut, state, step)
-            state, end = self._with_options(state, cut) if cut < len(self._tokens) else state, cut
-        self._result = state, step
+            if cut < len(self._tokens):
+                state = self._with_options(self._before_text(state), cut)
+            end = cut
+        self._result = self._with_next_page(state, self._plan.prompt_pages), step
+
+    def _before_text(self, state: DecodeState) -> DecodeState:
+        """Returns a row whose later text goes to prompt pages, as the pages behind them are filled by new tokens."""
+        return self._with_next_page(state, pages_used(state, self._plan)) if self._plan.pooled else state
+
+    def _with_next_page(self, state: DecodeState, page: int) -> DecodeState:
+        """Returns a row whose next page is `page`."""
+        if not self._plan.pooled:
+            return state
+        lengths = dataclasses.replace(state.cache.lengths, next_page=jnp.int32(page))
+        return dataclasses.replace(state, cache=dataclasses.replace(state.cache, lengths=lengths))
 
     def _restored(self, entry: Entry) -> DecodeState:
         """Returns the row of a kept beginning; the pages of its last extent, which is not full, are copied to the row's own."""
