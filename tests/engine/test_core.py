@@ -275,11 +275,12 @@ def test_prompts_behind_a_kept_beginning_equal_themselves(model, name, places):
     """The second prompt is prefilled in two texts, the later ones begin with an entry; prompts may have several extents."""
     sizes = dict(places=places, prompt_tokens=1000, new_tokens=40, prompts=(1000,) * places, joins=True, prefix_memory=2**24)
     core, document = Core(model, Letters(), CACHES[name], CoreSizes(**sizes)), families.tokens(300)
-    prompts = [[*document, *families.tokens(20 + 9 * i, seed=i)] for i in range(5)]
+    prompts = [[*document, *families.tokens(270 + 5 * i, seed=i)] for i in range(5)]
     for i, prompt in enumerate(prompts):
         core.submit(job(prompt, i, max_new_tokens=40, logprobs=0))
     replies = answers(core)
-    expected = icejax.generate(model, Letters(), prompts, cache=Full(), max_new_tokens=40, logprobs=0)
+    options = dict(max_new_tokens=40, logprobs=0, context_length=1000)
+    expected = icejax.generate(model, Letters(), prompts, cache=Full(), **options)
     for i in range(5):
         assert_equal(replies[i], expected[i])
     assert [replies[i].cached_tokens for i in range(5)] == [0, 0, 256, 256, 256]
