@@ -40,6 +40,7 @@ from icejax.models.decoder import CausalLM
 from icejax.runtime.compile_clock import Mark
 
 LOG = logging.getLogger(__name__)
+UNIT_S = 0.2  # seconds that a unit of prefill may delay the rows that decode
 SAMPLES_BYTES = 2**30  # bytes of arrays of prompts that have several answers
 
 
@@ -209,8 +210,13 @@ class Core:
                 yield ticket, error
                 return
         row, start = self._start
-        holder = self if self._loop is None else self._loop.run
-        holder.pool = start.advance(holder.pool)
+        holder, begun = self if self._loop is None else self._loop.run, time.perf_counter()
+        while True:  # a step after every short piece would take more than its share of the time
+            piece_begun = time.perf_counter()
+            holder.pool = start.advance(holder.pool)
+            now = time.perf_counter()
+            if start.done or (now - begun) + (now - piece_begun) > UNIT_S:  # the next piece takes as long as this one
+                break
         if start.done:
             self._start = None
             self._put(self.scheduler.prefilled(), row, *start.result())

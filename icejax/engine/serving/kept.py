@@ -19,6 +19,7 @@ from icejax.engine.batch import pages_used
 from icejax.engine.buckets import bucket
 from icejax.engine.decode.step import DecodeState, Step
 from icejax.engine.plan import Plan
+from icejax.engine.serving.cropped import crop
 from icejax.engine.serving.prefixes import BLOCK, Entry, Prefixes
 from icejax.engine.serving.scheduler import Ticket
 from icejax.engine.serving.start import Route, pieces
@@ -89,12 +90,11 @@ class KeptPrefixes:
 
     def keep(self, tokens: np.ndarray, salt: str, count: int, row: DecodeState, step: Step) -> None:
         """Puts a row's cache, of the first `count` of its tokens, into the store; the row goes on."""
-        nbytes = sum(x.nbytes for x in jax.tree.leaves(row.cache.layers))
+        cache = jax.tree.map(lambda x: crop(np.asarray(x)), row.cache.layers)
+        nbytes = sum(x.nbytes for x in jax.tree.leaves(cache) if isinstance(x, np.ndarray))
         if nbytes > self.prefixes.most_bytes:
             LOG.info("a beginning of %d tokens is not kept: its arrays take %d bytes", count, nbytes)
             return
-        # Copies, because the row's steps donate its arrays.
-        cache = jax.tree.map(lambda x: np.array(x, copy=True), row.cache.layers)
         table, pages = None, 0
         if self._plan.pooled:
             table, pages = np.array(row.cache.table)[0], pages_used(row, self._plan)

@@ -32,7 +32,7 @@ class Entry:
 
     Attributes:
         tokens: its token ids, i32[T].
-        cache: the cache of a batch of one row, in host memory; the store does not look at it.
+        cache: the arrays of a row, cropped and in host memory; the store does not look at them.
         nbytes: bytes of `cache`.
         table: i32[X], extents of its pages; None without a pool.
         pages: number of pages in use.

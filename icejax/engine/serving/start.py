@@ -23,6 +23,7 @@ from icejax.engine.penalties import row_options
 from icejax.engine.plan import Plan
 from icejax.engine.prefill import prefill
 from icejax.engine.sampling import Sampling, row_keys
+from icejax.engine.serving.cropped import Cropped, whole
 from icejax.engine.serving.prefixes import Entry
 from icejax.engine.units.job import PrefillJob
 from icejax.models.decoder import CausalLM
@@ -160,7 +161,8 @@ class RowStart:
         if is_copied:
             bits = host_pool.read_extent(self._pool, jnp.int32(entry.table[last]))
             self._pool = host_pool.write_extent(self._pool, bits, jnp.int32(self._table[last]))
-        layers = jax.tree.map(jnp.copy, jax.device_put(entry.cache, devices.device()))
+        cache = jax.tree.map(whole, entry.cache, is_leaf=lambda x: isinstance(x, Cropped))
+        layers = jax.device_put(cache, devices.device(), may_alias=False)
         table = None if self._table is None else jnp.asarray(self._table[None])
         tokens, zeros = jnp.asarray([len(entry.tokens)], jnp.int32), jnp.zeros(1, jnp.int32)
         cache = KVCache(layers, Lengths.of(tokens, entry.pages), table)
