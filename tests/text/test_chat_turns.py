@@ -88,7 +88,7 @@ class State:
     key: object = None
     sampling: object = None
     penalties: object = None
-    cache = SimpleNamespace(lengths=SimpleNamespace(next_page=0))
+    cache = SimpleNamespace(lengths=SimpleNamespace(next_page=0, seen=np.zeros(1, np.int32)))
 
     def is_deleted(self):
         return False
