@@ -85,7 +85,7 @@ def test_times_of_a_row_that_has_waited(model, monkeypatch):
 
     def slow_prefill(core):
         """The second prompt is prefilled late."""
-        prefill(core)
+        yield from prefill(core)
         time.sleep(waits.pop(0) if waits else 0.0)
 
     icejax.generate(model, Letters(), REQUESTS[:3], cache=Full(), batch_size=1)  # compiles

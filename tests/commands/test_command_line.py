@@ -72,7 +72,7 @@ def test_another_chat_template_is_used(capsys, tmp_path, monkeypatch):
         prompts.extend(request.prompt for request in requests)
         raise InputError("seen")
 
-    monkeypatch.setattr(command, "encode_prompts", record)
+    monkeypatch.setattr("icejax.api.jobs.encode_prompts", record)
     options = ["--model", str(tmp_path / "model"), "--chat-template", str(tmp_path / "mine.jinja"), *SHORT]
     assert run(capsys, "hello", "--chat", *options)[2] == "icejax.generate: error: seen\n"
     (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "b"}]}')

@@ -26,7 +26,7 @@ from icejax.session import text_cache
 from tests.helpers.commands import SHORT, run
 
 FIELDS = set(
-    """text reasoning reasoning_content token_ids logprobs prompt_tokens new_tokens finish_reason ttft_s compile_s tpot_s prefill_tps decode_tps cache budget device_kv_bytes
+    """text reasoning reasoning_content token_ids logprobs prompt_tokens cached_tokens sample new_tokens finish_reason ttft_s compile_s tpot_s prefill_tps decode_tps cache budget device_kv_bytes
     digest_bytes host_kv_bytes full_kv_bytes pages_selected pages_fetched hit_rate estimated_error budget_used expert_hit_rate expert_bytes_per_token fetch_backend device dtype""".split()
 )
 
@@ -125,7 +125,7 @@ def test_chat_template_and_system_message_are_used(capsys, tmp_path, monkeypatch
             raise InputError("seen")
         return [[1]]
 
-    monkeypatch.setattr(command, "encode_prompts", record)
+    monkeypatch.setattr("icejax.api.jobs.encode_prompts", record)
     (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}')
     files = ["--model", str(tmp_path / "chat"), "--prompt-file", str(tmp_path / "p.jsonl")]
     assert run(capsys, *files, "--prompt", "hello", "--chat", "--system", "be brief", *SHORT)[0] == 2

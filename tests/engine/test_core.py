@@ -202,7 +202,7 @@ def longrope(tmp_path_factory):
     return families.load(families.build(families.row("phi3-long"), num_hidden_layers=2), tmp_path_factory.mktemp("longrope"))
 
 
-@pytest.mark.parametrize(("name", "places"), [("full", 2), ("clustered", 1), slow("clustered", 2), slow("full", 1)])
+@pytest.mark.parametrize(("name", "places"), [("full", 2), ("full", 1), slow("clustered", 2), slow("clustered", 1)])
 def test_rows_that_outgrow_the_original_context_equal_themselves(longrope, name, places):
     """Prompts below, at and beyond the original context, in a core of several places and in one of a single place."""
     lengths, limits = (30, 100, 64, 10, 63, 50, 65, 40), (50, 10, 9, 60, 3, 30, 5, 41)
@@ -275,15 +275,15 @@ def test_prompts_behind_a_kept_beginning_equal_themselves(model, name, places):
     """The second prompt is prefilled in two texts, the later ones begin with an entry; prompts may have several extents."""
     sizes = dict(places=places, prompt_tokens=1000, new_tokens=40, prompts=(1000,) * places, joins=True, prefix_memory=2**24)
     core, document = Core(model, Letters(), CACHES[name], CoreSizes(**sizes)), families.tokens(300)
-    prompts = [[*document, *families.tokens(270 + 5 * i, seed=i)] for i in range(5)]
+    prompts = [[*document, *families.tokens(270 + 5 * i, seed=i)] for i in range(4)]
     for i, prompt in enumerate(prompts):
         core.submit(job(prompt, i, max_new_tokens=40, logprobs=0))
     replies = answers(core)
     options = dict(max_new_tokens=40, logprobs=0, context_length=1000)
     expected = icejax.generate(model, Letters(), prompts, cache=Full(), **options)
-    for i in range(5):
+    for i in range(4):
         assert_equal(replies[i], expected[i])
-    assert [replies[i].cached_tokens for i in range(5)] == [0, 0, 256, 256, 256]
+    assert [replies[i].cached_tokens for i in range(4)] == [0, 0, 256, 256]
 
 
 @pytest.mark.slow

@@ -347,7 +347,7 @@ def test_speed_counts_what_ran_and_time_begins_with_the_call(bundled, monkeypatc
     encode = module.encode_prompts
     monkeypatch.setattr(module, "encode_prompts", lambda *args, **options: time.sleep(0.5) or encode(*args, **options))
     answer = session.ask("b", max_new_tokens=2)
-    assert answer.ttft_s > 0.5 and answer.prefill_tps * answer.ttft_s == pytest.approx(2)  # the text, and the last answer's end
+    assert 0 < 2 / answer.prefill_tps < answer.ttft_s - 0.5  # the text, and the last answer's end
 
 
 WRONG = {

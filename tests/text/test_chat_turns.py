@@ -8,6 +8,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -88,7 +89,7 @@ class State:
     key: object = None
     sampling: object = None
     penalties: object = None
-    cache = SimpleNamespace(lengths=SimpleNamespace(next_page=0, seen=np.zeros(1, np.int32)))
+    cache = SimpleNamespace(lengths=SimpleNamespace(next_page=0, seen=jnp.zeros(1, jnp.int32)))
 
     def is_deleted(self):
         return False
