@@ -1,4 +1,4 @@
-"""That the default tests can fail: a fault is planted in a copy of every module, and the test named beside it notices."""
+"""That the tests can fail: a fault is planted in a copy of every module, and the test named beside it notices."""
 
 import multiprocessing
 import os
@@ -10,15 +10,6 @@ import pytest
 from hypothesis import Phase, settings
 
 ROOT = Path(__file__).parent.parent
-PROOFS = (
-    "cache/test_eviction_policies.py",
-    "cache/test_retrieval_policies.py",
-    "cache/test_later_policies.py",
-    "cache/test_omnikv.py",
-    "cache/test_step_counts.py",
-    "cache/test_clustered.py::test_200_steps_equal_the_reference[whole-pages]",
-    "engine/test_batch.py::test_the_last_round",
-)  # most of them are slow; elsewhere the default tests notice
 # Imported once, for all of the faults.
 IMPORTED = [
     "flax.nnx",
@@ -360,6 +351,5 @@ def test_the_tests_notice(tmp_path, forks, project, module, text, fault, noticed
     shutil.copytree(project, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "icejax" / module
     file.write_text(file.read_text().replace(text, fault))
-    marks = "slow or not slow" if noticed_by.startswith(PROOFS) else "not slow"
-    line = [f"tests/{noticed_by}", "-x", "-m", marks]
+    line = [f"tests/{noticed_by}", "-x", "-m", "slow or not slow"]
     assert exit_status(forks, tmp_path, line) == 1, (tmp_path / "printed").read_text()[-2000:]

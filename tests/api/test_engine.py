@@ -41,6 +41,7 @@ def test_texts_of_many_threads_have_their_own_answers(engine, bundled):
     ]
 
 
+@pytest.mark.slow
 def test_a_request_samples_as_it_does_alone(engine, bundled):
     requests = [icejax.Request(prompt=text, seed=i, sampling=SAMPLING, max_new_tokens=9) for i, text in enumerate(TEXTS)]
     handles = [engine.submit(request) for request in requests]

@@ -35,6 +35,7 @@ def together(model):
     return icejax.generate(model, Letters(), REQUESTS, cache=Full())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 2, 10**12])
 @pytest.mark.parametrize("cache", [Full(), pytest.param(CLUSTERED, marks=pytest.mark.slow)], ids=["full", "clustered"])
 def test_a_batch_of_any_size_gives_the_same_texts_in_order(model, together, batch_size, cache):
@@ -55,6 +56,7 @@ def test_a_row_takes_the_place_of_one_that_has_ended(model, together):
     assert [row for row, count, _ in events if count == 1] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [Full(), CLUSTERED], ids=["full", "clustered"])
 @pytest.mark.parametrize("pieces", [1, 17])
 def test_a_stream_that_is_closed_early_frees_its_arrays(model, together, cache, pieces):

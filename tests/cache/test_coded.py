@@ -33,6 +33,7 @@ def test_codes_stand_for_the_line_nearest_to_the_keys(bits):
             assert not keys[page].any()
 
 
+@pytest.mark.slow
 def test_codes_go_where_their_pages_go():
     rng, size = np.random.default_rng(0), (1, 2, 6, 8, 16)
     spec = CacheSpec(
@@ -55,6 +56,7 @@ def test_codes_go_where_their_pages_go():
     assert before.any((0, 1, 3, 4)).all() and not after[:, :, 3:].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codes", "singly"),
     [

@@ -99,6 +99,7 @@ def test_means_of_values_are_those_of_keys_that_hold_them():
     assert latent.state.index.value is None and plain.state.index.value is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, pytest.param(dict(resident=True), marks=pytest.mark.slow)], ids=str)
 def test_mla_matches_kv_layer_with_half_the_pool(options):
     heads = text((KEYS, VALUES), latent=True)

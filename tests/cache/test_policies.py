@@ -41,6 +41,7 @@ def test_sinks_may_be_most_of_a_budget():
     np.testing.assert_allclose(out, dense(prompt, new, (256,), 0), rtol=0, atol=tolerances.EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys_first", [True, False])
 def test_full_budget_with_unfilled_sinks_equals_dense_attention(keys_first):
     lengths, steps = (1, 5, 40), 180

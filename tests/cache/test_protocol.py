@@ -150,6 +150,7 @@ def test_unrotatable_keys_are_told_before_anything_runs(model):
         model.config = config
 
 
+@pytest.mark.slow
 def test_a_report_counts_tokens_and_bytes(model):
     """Slots on the device, summed over KV heads, and the bytes that describe them; in a ragged batch."""
     prompts = [families.tokens(300), families.tokens(20)]

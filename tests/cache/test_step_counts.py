@@ -27,6 +27,7 @@ def test_a_short_text_fetches_the_few_pages_it_has(bundled, resident):
     assert 0 < answer.pages_selected <= 7 * num_pages
 
 
+@pytest.mark.slow
 def test_a_text_that_fits_the_device_fetches_nothing(bundled):
     (answer,) = icejax.generate(*bundled, "x" * 38, cache=Clustered(), max_new_tokens=8)
     assert answer.new_tokens == 8

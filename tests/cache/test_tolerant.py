@@ -24,6 +24,7 @@ def tolerant(tolerance: float) -> Tolerant:
     return Tolerant(budget=48, page_size=8, candidates=2, tolerance=tolerance, max_budget=96)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tolerance", "steps"), [(0.3, 5), *(pytest.param(x, 20, marks=pytest.mark.slow) for x in (0.3, 1e3, 1e-9))]
 )

@@ -204,6 +204,7 @@ def test_widths_that_128_does_not_divide_get_smaller_groups(tmp_path, caplog):
     assert same_arrays(load_model(tmp_path / "codes"), model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["int4", pytest.param("int8", marks=pytest.mark.slow), pytest.param("fp8", marks=pytest.mark.slow)]
 )

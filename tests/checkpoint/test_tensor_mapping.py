@@ -29,6 +29,7 @@ SLOW_MIXTURES = (
 ROUTER, EXPERT = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.7.up_proj.weight"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MIXTURES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MIXTURES)])
 def test_round_trip_is_bit_exact(name, tmp_path):
     model = families.build(families.row(name)).to(torch.bfloat16)

@@ -80,6 +80,7 @@ def test_json_has_every_field_and_bytes_of_the_pytree(capsys):
     assert report["fetch_backend"] == "gather_flat" and report["dtype"] == "float32" and report["budget"] == 256
 
 
+@pytest.mark.slow
 def test_prompts_give_one_json_line_each_as_in_single_runs(capsys, tmp_path):
     prompts = ["def main(arguments):", "Pass key ab:12345.\nimport os\nPass key ab:", "x = 1\n" * 50]
     file = tmp_path / "prompts.jsonl"
@@ -332,6 +333,7 @@ def test_too_little_host_memory_is_told_before_prefill(capsys, monkeypatch):
     assert "of host memory and 0.0 GiB is free: use a shorter prompt" in err
 
 
+@pytest.mark.slow
 def test_host_memory_limit_is_told_before_prefill(capsys):
     prompt = BUNDLED_PROMPT.read_text()[-3000:]
     status, out, err = run(capsys, "--prompt", prompt, "--host-memory-limit", "0.001", *SHORT)

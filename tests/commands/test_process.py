@@ -188,6 +188,7 @@ launch.launch("work", name="work")
     assert (process.communicate(timeout=20)[1].strip(), process.returncode) == (b"interrupted", 130)
 
 
+@pytest.mark.slow
 def test_a_closed_stdout_pipe_ends_quietly(endless):
     process = start(endless)
     assert process.stdout.read(1)

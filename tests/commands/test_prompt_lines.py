@@ -24,6 +24,7 @@ LINES = [
 COMMON = ["--json", "--cache", "full", "--max-new-tokens", "6", "--compile-cache", "none"]
 
 
+@pytest.mark.slow
 def test_lines_have_what_they_ask_for_in_the_order_asked(capsys, tmp_path, bundled, monkeypatch):
     monkeypatch.setattr("icejax.commands.generate.load", lambda *_: bundled)
     (tmp_path / "p.jsonl").write_text("\n".join(json.dumps(line) for line in LINES))
@@ -57,6 +58,7 @@ SAMPLED = [
 ]
 
 
+@pytest.mark.slow
 def test_lines_have_sampling_and_logprobs_of_their_own(capsys, tmp_path, bundled, monkeypatch):
     monkeypatch.setattr("icejax.commands.generate.load", lambda *_: bundled)
     (tmp_path / "p.jsonl").write_text("\n".join(json.dumps(line) for line in SAMPLED))
@@ -77,6 +79,7 @@ def test_lines_have_sampling_and_logprobs_of_their_own(capsys, tmp_path, bundled
     assert len({tuple(response["token_ids"]) for response in responses}) >= 4
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_report_what_each_asks_for(bundled):
     counts = (None, 3, 0, 300)
     requests = [icejax.Request(prompt="import ", logprobs=count) for count in counts]
@@ -168,6 +171,7 @@ def test_token_ids_are_prompts(bundled):
             icejax.generate(*bundled, bad_prompts, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cache", [pytest.param(Full(), marks=pytest.mark.slow), icejax.Clustered(budget=2000)], ids=["full", "clustered"]
 )

@@ -98,6 +98,7 @@ def test_chat_tells_wrong_options_before_it_loads(capsys):
     assert capsys.readouterr() == ("", f"icejax chat: error: {message}\n")
 
 
+@pytest.mark.slow
 def test_a_session_keeps_its_template_arguments(capsys, tmp_path, model):
     line = ["-m", model, "--chat", "--session", str(tmp_path / "kept"), *SHORT]
     short = ["--context-length", "300"]

@@ -145,6 +145,7 @@ def test_the_last_round_before_that_is_compacted_as_the_others(model):
         batch.join(prompt, 0)
 
 
+@pytest.mark.slow
 def test_nothing_is_read_of_what_others_have_left_in_the_pool(model):
     """The pool is full of NaN, and the row has only a part of the round that is compacted."""
     policy, prompt = replace(EXACT["clustered"], compact_every=64), families.tokens(90)
@@ -156,6 +157,7 @@ def test_nothing_is_read_of_what_others_have_left_in_the_pool(model):
     assert_alone(model, policy, prompt, batch.logits[0])
 
 
+@pytest.mark.slow
 def test_twins_that_settle_write_to_extents_of_their_own(model):
     policy, prompt, more = EXACT["clustered"], families.tokens(90), families.tokens(30, seed=2)
     batch = Batch(model, policy, rows=1, longest=500)
@@ -235,6 +237,7 @@ def test_more_text_is_put_behind_a_row_that_then_joins_again(model, name, begun)
     assert_alone(model, policy, families.tokens(120, seed=1), batch.logits[0])
 
 
+@pytest.mark.slow
 def test_a_row_that_has_decoded_cannot_join(model):
     batch = Batch(model, EXACT["clustered"], rows=2)
     batch.join(families.tokens(90), 0)
@@ -254,6 +257,7 @@ def test_a_row_that_has_become_too_long_is_told(model):
         fold_into_prompt(extract(batch.state, 0)[1], batch.pool, batch.extents, plan=batch.row_plan, tokens=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [slow(5), slow(40), 250, slow(300)])
 @pytest.mark.parametrize("name", [slow("full"), "clustered", slow("quest")])
 def test_a_fork_goes_on_in_its_own_way(model, name, steps):
@@ -278,6 +282,7 @@ def test_a_fork_goes_on_in_its_own_way(model, name, steps):
     assert_alone(model, policy, text, twin_logits)
 
 
+@pytest.mark.slow
 def test_forks_share_what_neither_writes_and_give_it_back(model):
     batch = Batch(model, EXACT["clustered"], rows=1, longest=1500, extents=9)
     free = batch.extents.free
@@ -315,6 +320,7 @@ def test_samples_of_a_row_do_not_depend_on_its_batch(bundled):
     )
 
 
+@pytest.mark.slow
 def test_joining_compiles_once_and_copies_nothing_of_the_pool(model):
     rows._insert.clear_cache()
     batch = Batch(model, EXACT["clustered"], rows=3)

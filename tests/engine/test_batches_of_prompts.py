@@ -61,6 +61,7 @@ SAMPLINGS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cache, rows",
     [pytest.param(Full(), tuple(range(7)), marks=pytest.mark.slow), (icejax.Clustered(budget=64), (6, 1))],

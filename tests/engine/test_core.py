@@ -124,6 +124,7 @@ def test_a_row_equals_itself_alone_at_every_phase(model, name):
 KINDS = (Sampling(temperature=1.2), None, Sampling(temperature=0.9, repetition_penalty=1.3), Sampling(frequency_penalty=1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kinds"), [("full", KINDS[:2]), slow("full", KINDS), slow("clustered", KINDS)])
 def test_a_sampled_row_draws_the_same_whatever_its_place(model, name, kinds):
     """Rows that sample, rows with penalties and greedy rows, one after another and together."""
@@ -202,6 +203,7 @@ def longrope(tmp_path_factory):
     return families.load(families.build(families.row("phi3-long"), num_hidden_layers=2), tmp_path_factory.mktemp("longrope"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "places"), [("full", 2), ("full", 1), slow("clustered", 2), slow("clustered", 1)])
 def test_rows_that_outgrow_the_original_context_equal_themselves(longrope, name, places):
     """Prompts below, at and beyond the original context, in a core of several places and in one of a single place."""
@@ -244,6 +246,7 @@ def cancels_at_random(core: Core, count: int, *, seed: int) -> None:
     assert_all_free(core)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count", "share"),
     [("clustered", 25, 0.5), slow("clustered", 25, 1.0), *(slow(name, 1000, 0.5) for name in ("full", "clustered", "coded"))],
@@ -270,6 +273,7 @@ def test_prompts_prefilled_in_units_between_steps_equal_others(model, of_full_ca
         assert_equal(replies[i], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "places"), [("clustered", 2), *(slow(name, 1) for name in ("full", "clustered", "coded"))])
 def test_prompts_behind_a_kept_beginning_equal_themselves(model, name, places):
     """The second prompt is prefilled in two texts, the later ones begin with an entry; prompts may have several extents."""

@@ -73,6 +73,7 @@ def test_what_is_generated_behind_parts_equals_the_whole(tmp_path, reuse):
     np.testing.assert_array_equal(token_ids, greedy(model, Full(), [tokens], 41)[0][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [Full(), Clustered(budget=64)], ids=["full", "clustered"])
 def test_a_text_costs_the_same_in_a_longer_context(tmp_path, policy):
     """One layer's program for 14 tokens, compiled for two context lengths; its loops over cached tokens count once."""

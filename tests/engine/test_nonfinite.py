@@ -38,6 +38,7 @@ def message(model, *arguments, **options) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [Full(), icejax.Clustered(budget=64)], ids=["full", "clustered"])
 def test_a_weight_of_nan_is_named(model, cache):
     plant(model.model.layers[2].mlp.up_proj.weight, jnp.nan, 5, 7)
@@ -55,6 +56,7 @@ def test_infinity_in_the_head_is_named_first_weight_wins(model):
     assert "model.layers.1.self_attn.k_proj.weight holds an infinity" in message(model)
 
 
+@pytest.mark.slow
 def test_a_layer_that_overflows_is_named(tmp_path):
     built = families.build(families.row("llama-gqa"))
     model = icejax.checkpoint.load_model(families.save(built, tmp_path), dtype="float16")
@@ -122,6 +124,7 @@ def test_a_session_says_so_and_penalties_do_not_hide_it(model):
         session.ask("b", max_new_tokens=3, sampling=sampling)
 
 
+@pytest.mark.slow
 def test_the_command_line_says_so(capsys, monkeypatch, bundled):
     model, tokenizer = icejax.load()
     plant(model.model.layers[2].mlp.gate_proj.weight, jnp.nan, 0, 0)

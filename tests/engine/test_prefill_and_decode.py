@@ -72,6 +72,7 @@ def test_growth_compiles_each_program_once(tmp_path, monkeypatch):
     assert len(programs_of_layers) == 1 and {program._cache_size() for program in programs_of_a_run} == {1}
 
 
+@pytest.mark.slow
 def test_one_program_extends_all_layers(tmp_path):
     """Of three layers with pages; a program per layer would triple the wait for the second answer of a session."""
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
@@ -132,6 +133,7 @@ def num_aliased(program: Callable, *arguments: Any) -> int:
     return re.search(r"input_output_alias={(.*?)}, entry", hlo.splitlines()[0])[1].count("alias)")
 
 
+@pytest.mark.slow
 def test_a_step_leaves_all_of_its_state_where_it_is(tmp_path):
     """A buffer whose address changed at every step would have to be updated in the CUDA graph, kernel by kernel."""
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)
@@ -148,6 +150,7 @@ BY_LAYERS = {  # the cache, and its kinds of layers
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x != "followed" else x for x in BY_LAYERS])
 def test_a_step_by_layers_equals_one_program(tmp_path, name):
     """Each kind of layer is one program, which copies no cache; the state, the counters and the logits are those of a step."""
@@ -238,6 +241,7 @@ def test_a_resident_set_changes_nothing_but_the_fetches(tmp_path):
     np.testing.assert_array_equal(logits, resident[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resident", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_rows_that_have_ended_cost_no_fetches(bundled, resident):
     """The bundled model answers a short question and stops; the other row decodes to its limit."""

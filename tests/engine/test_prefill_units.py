@@ -152,6 +152,7 @@ def test_nothing_comes_from_padding_in_units(tmp_path, policy):
     np.testing.assert_array_equal(pages(runs[1][2]), pages(runs[0][2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["clustered", *(pytest.param(x, marks=pytest.mark.slow) for x in ("full", "coded", "quest"))])
 def test_steps_between_units_change_nothing(tmp_path, name):
     """A row decodes between every two units of the other, over flushes and compactions; both equal themselves alone."""
@@ -171,6 +172,7 @@ def test_steps_between_units_change_nothing(tmp_path, name):
         assert_alone(model, policy, prompt, batch.logits[index])
 
 
+@pytest.mark.slow
 def test_experts_in_host_memory_are_those_the_prompt_takes(tmp_path):
     """Padding is routed too, but does not count."""
     families.save(families.build(families.row("qwen3_moe-plain"), num_hidden_layers=2), tmp_path)

@@ -124,6 +124,7 @@ def test_equal_logits_at_the_kth_place_stay():
     np.testing.assert_array_equal(np.isfinite(actual), [[1, 1, 1, 1, 1], [1, 1, 1, 0, 1]])
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # the first example compiles
 @given(
     st.lists(

@@ -40,6 +40,7 @@ def decoded(decoding, state, pool, tokens):
     return state, step, pool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "clustered", *(pytest.param(x, marks=pytest.mark.slow) for x in [*POLICIES][2:])])
 def test_a_trimmed_cache_equals_one_without_the_forgotten_tokens(model, name):
     """20 tokens are decoded behind the first text, then another text and 45 tokens: pages leave the window, and are compacted."""
@@ -72,6 +73,7 @@ def test_a_cache_that_has_lost_tokens_cannot_be_trimmed(model, tmp_path):
     assert last_joint(plan, [], same=5, seen=8).tokens == 5
 
 
+@pytest.mark.slow
 def test_a_short_first_text_has_no_joint(model):
     """Its sinks are not full, and later tokens are in pages: the mask of the sinks could not tell."""
     plan = plan_for(model, POLICIES["clustered"], [families.tokens(20)], 100)

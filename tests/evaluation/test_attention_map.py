@@ -46,6 +46,7 @@ def test_each_middle_token_has_one_page_with_its_own_key(bundled):
             np.testing.assert_allclose(total, sum(outliers) + (policy.page_size - 2) * mean, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_answers_digits_weigh_most_in_some_layer(bundled, tmp_path):
     model, tokenizer = bundled
     text, digits, question = text_and_fact()

@@ -301,6 +301,7 @@ SHAPES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_number_of_the_config_is_read(tmp_path):
     """Changing a field changes the logits, or the parameters that a checkpoint must have."""
     import icejax.checkpoint.load as load

@@ -72,6 +72,7 @@ def test_caches_keep_latents(model_and_logits, row):
     check_logits(model_and_logits, row.exact(TOTAL))
 
 
+@pytest.mark.slow
 def test_pages_hold_the_key_alone(model_and_logits):
     """The pool, the sinks and window, and a cache of all tokens on the device hold one latent head per token and no values."""
     model = model_and_logits[0]
@@ -93,6 +94,7 @@ def test_a_page_of_a_published_model_is_that_of_one_key(page_dtype, size):
     assert fetched_bytes(plan) == size
 
 
+@pytest.mark.slow
 def test_heads_are_rotated_to_the_positions_of_their_making(model_and_logits):
     layer = model_and_logits[0].model.layers[1]
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 64)), jnp.float32)
@@ -106,6 +108,7 @@ def test_heads_are_rotated_to_the_positions_of_their_making(model_and_logits):
         np.testing.assert_allclose(layer.rerotate(actual, jnp.asarray(shifts), seen), expected, rtol=0, atol=tolerances.EXACT)
 
 
+@pytest.mark.slow
 def test_every_number_of_the_latent_is_read(model_and_logits):
     """Changing a field changes a layer's keys, or the parameters that a checkpoint must have."""
     config = model_and_logits[0].config

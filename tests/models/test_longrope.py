@@ -53,6 +53,7 @@ def test_a_row_alone_equals_transformers(models, length, count):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerances.LOGITS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cache",
     [Full(), PAGES, *(pytest.param(kind(budget=2048), marks=pytest.mark.slow) for kind in (Streaming, ExpectedAttention))],
@@ -82,6 +83,7 @@ def with_context(model: CausalLM, context: int) -> CausalLM:
     return nnx.merge(graph, nnx.state(model))
 
 
+@pytest.mark.slow
 @CACHES
 def test_nothing_else_shows_where_keys_are_made_anew(models, cache):
     """With one set of factors a row that is prefilled anew goes on as one that is not: draws, penalty, stream, logprobs."""

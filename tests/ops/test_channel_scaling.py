@@ -61,6 +61,7 @@ def test_constant_channel_stays_and_factors_fit_fp16():
     assert (actual[..., 0] == 1).all() and (actual[..., 1] == 2.0**MOST).all() and (actual[..., 2:] == 1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [Clustered, *(pytest.param(policy, marks=pytest.mark.slow) for policy in (Coded, Tolerant))],

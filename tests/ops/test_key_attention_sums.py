@@ -70,6 +70,7 @@ def test_sums_over_the_last_queries_equal_float64(softcap):
     np.testing.assert_allclose(sums, expected, rtol=tolerances.EXACT, atol=tolerances.EXACT)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=2, max_size=2),

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ from icejax.ops.pages import packing
 pack = jax.jit(packing.pack, static_argnames=("page_size", "block"))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     tokens=st.sampled_from([256, 384, 1040]),

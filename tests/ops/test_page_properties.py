@@ -42,6 +42,7 @@ def stored_keys(layer: Layer, row: int, head: int) -> tuple[list[np.ndarray], np
     return pages, np.concatenate(resident)
 
 
+@pytest.mark.slow
 @FEW_EXAMPLES
 @given(lengths=lengths, steps=st.integers(0, 120), seed=st.integers(0, 9))
 def test_every_token_is_in_exactly_one_place(lengths, steps, seed):
@@ -55,6 +56,7 @@ def test_every_token_is_in_exactly_one_place(lengths, steps, seed):
             np.testing.assert_array_equal(np.sort(actual, axis=0), np.sort(expected, axis=0))
 
 
+@pytest.mark.slow
 @FEW_EXAMPLES
 @given(lengths=lengths, steps=st.integers(0, 120), seed=st.integers(0, 9))
 def test_digests_of_every_level_are_those_of_their_tokens(lengths, steps, seed):

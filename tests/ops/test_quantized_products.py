@@ -98,6 +98,7 @@ def test_matrices_stay_codes(folder, monkeypatch, caplog, name, kind, zero):
         np.testing.assert_allclose(matrix, np.asarray(plain), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8-blocks", "awq"])
 def test_a_model_of_codes_is_that_of_its_dequantised_weights(folder, name):
     """In prefill, whose products have many rows, and in decode, whose products have few."""

@@ -85,6 +85,7 @@ def reference(prompt, new, row: int, step: int, wanted: int) -> tuple[list[np.nd
     return chosen_keys, out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resident", [False, True])
 def test_top_tokens_equal_numpy_and_nothing_else_is_fetched(resident):
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)
@@ -117,6 +118,7 @@ def test_a_choice_of_all_tokens_is_dense_attention():
         np.testing.assert_allclose(actual, dense(prompt, new, LENGTHS, step), rtol=0, atol=tolerances.EXACT)
 
 
+@pytest.mark.slow
 def test_an_answer_counts_and_explains_single_tokens(bundled):
     model, tokenizer = bundled
     text, policy, config = "Once upon a time. " * 6, TopTokens(wanted=100), model.config

@@ -53,6 +53,7 @@ TURNS = {
 }
 
 
+@pytest.mark.slow
 @CACHES
 @pytest.mark.parametrize("case", TURNS)
 def test_turns_equal_transformers(models, case, cache):

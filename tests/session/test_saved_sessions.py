@@ -35,6 +35,7 @@ def test_every_saved_session_opens(sessions, model):
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in saved_sessions.policies() if name not in ("full", "clustered")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "clustered", *SLOW])
 def test_saved_session_answers_as_when_it_was_saved(sessions, model, name):
     session = Session.load(sessions / name, model, Letters())

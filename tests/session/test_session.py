@@ -274,6 +274,7 @@ def test_progress_is_told_and_may_end_the_first_text(bundled):
     assert layers_done == [(done, 4) for done in range(5)] * 2 and session.token_ids == plain.token_ids and len(pieces) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.slow), "behind"])
 def test_an_answer_that_ctrl_c_cuts_off_is_gone_on_from(bundled, tmp_path, monkeypatch, where):
     """Before or after a token is read: a token whose reading was interrupted is in the cache already."""

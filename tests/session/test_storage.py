@@ -94,6 +94,7 @@ def refused(folder: Path, bundled, **options) -> str:
     return message
 
 
+@pytest.mark.slow
 def test_all_of_it_comes_back(session, saved_folder, bundled):
     assert sorted(os.listdir(saved_folder)) == [storage.ARRAYS, storage.ABOUT]
     assert_same(Session.load(saved_folder, *bundled), session)

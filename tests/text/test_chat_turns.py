@@ -320,6 +320,7 @@ def test_a_saved_chat_goes_on_as_if_it_had_not_been(chatting, tmp_path):
     assert session.token_ids[: -answers[0].new_tokens] == chatting[1](text).input_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cache", [Full(), pytest.param(Clustered(budget=2000, page_size=8, compact_every=32), marks=pytest.mark.slow)], ids=str
 )
