@@ -37,7 +37,7 @@ def together(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 2, 10**12])
-@pytest.mark.parametrize("cache", [Full(), pytest.param(CLUSTERED, marks=pytest.mark.slow)], ids=["full", "clustered"])
+@pytest.mark.parametrize("cache", [Full(), CLUSTERED], ids=["full", "clustered"])
 def test_a_batch_of_any_size_gives_the_same_texts_in_order(model, together, batch_size, cache):
     answers = icejax.generate(model, Letters(), REQUESTS, cache=cache, batch_size=batch_size)
     assert [(a.row, a.text, a.token_ids) for a in answers] == [(a.row, a.text, a.token_ids) for a in together]

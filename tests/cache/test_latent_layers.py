@@ -100,7 +100,7 @@ def test_means_of_values_are_those_of_keys_that_hold_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, pytest.param(dict(resident=True), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(resident=True)], ids=str)
 def test_mla_matches_kv_layer_with_half_the_pool(options):
     heads = text((KEYS, VALUES), latent=True)
     policy = Clustered(budget=64, candidates=1, compact_every=32, value_fit=False, keys_first=False, **options)

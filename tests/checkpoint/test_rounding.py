@@ -205,9 +205,7 @@ def test_widths_that_128_does_not_divide_get_smaller_groups(tmp_path, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["int4", pytest.param("int8", marks=pytest.mark.slow), pytest.param("fp8", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["int4", "int8", "fp8"])
 def test_a_folder_of_codes_is_what_is_rounded_as_it_is_read(folder, tmp_path, name, capsys):
     """In Orbax and Hugging Face form, and bit for bit after conversion between them."""
     plain, coded, back, plain_coded = (tmp_path / form for form in ("plain", "coded", "back", "again"))

@@ -12,8 +12,8 @@ from icejax.checks.errors import InputError
 from tests.helpers import families
 from tests.helpers.checkpoints import convert, edit, same_arrays
 
-MIXTURES = ("qwen2_moe-plain",)
-SLOW_MIXTURES = (
+MIXTURES = (
+    "qwen2_moe-plain",
     "glm4_moe-plain",
     "qwen3_moe-dense-layers",
     "mixtral-plain",
@@ -30,7 +30,7 @@ ROUTER, EXPERT = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.7
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*MIXTURES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MIXTURES)])
+@pytest.mark.parametrize("name", MIXTURES)
 def test_round_trip_is_bit_exact(name, tmp_path):
     model = families.build(families.row(name)).to(torch.bfloat16)
     for key, buffer in model.named_buffers():  # published checkpoints have it in fp32

@@ -172,9 +172,7 @@ def test_token_ids_are_prompts(bundled):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cache", [pytest.param(Full(), marks=pytest.mark.slow), icejax.Clustered(budget=2000)], ids=["full", "clustered"]
-)
+@pytest.mark.parametrize("cache", [Full(), icejax.Clustered(budget=2000)], ids=["full", "clustered"])
 def test_log_probabilities_are_those_of_the_logits(tmp_path, cache):
     """Compares with a float64 log-softmax of the logits of one pass over prompt and answer."""
     model = families.load(families.build(families.row("llama-gqa")), tmp_path)

@@ -125,7 +125,7 @@ KINDS = (Sampling(temperature=1.2), None, Sampling(temperature=0.9, repetition_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kinds"), [("full", KINDS[:2]), slow("full", KINDS), slow("clustered", KINDS)])
+@pytest.mark.parametrize(("name", "kinds"), [("full", KINDS[:2]), ("full", KINDS), ("clustered", KINDS)])
 def test_a_sampled_row_draws_the_same_whatever_its_place(model, name, kinds):
     """Rows that sample, rows with penalties and greedy rows, one after another and together."""
     options = [dict(seed=5, sampling=kinds[i % len(kinds)], max_new_tokens=10 + i) for i in range(9)]
@@ -204,7 +204,7 @@ def longrope(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "places"), [("full", 2), ("full", 1), slow("clustered", 2), slow("clustered", 1)])
+@pytest.mark.parametrize(("name", "places"), [("full", 2), ("full", 1), ("clustered", 2), ("clustered", 1)])
 def test_rows_that_outgrow_the_original_context_equal_themselves(longrope, name, places):
     """Prompts below, at and beyond the original context, in a core of several places and in one of a single place."""
     lengths, limits = (30, 100, 64, 10, 63, 50, 65, 40), (50, 10, 9, 60, 3, 30, 5, 41)
@@ -249,7 +249,7 @@ def cancels_at_random(core: Core, count: int, *, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count", "share"),
-    [("clustered", 25, 0.5), slow("clustered", 25, 1.0), *(slow(name, 1000, 0.5) for name in ("full", "clustered", "coded"))],
+    [("clustered", 25, 0.5), ("clustered", 25, 1.0), *((name, 1000, 0.5) for name in ("full", "clustered", "coded"))],
 )
 def test_cancelled_rows_leave_nothing_behind(model, of_full_cache, name, count, share):
     """In the queue, between units of prefill and while decoding; who comes later has the answer of a prompt alone."""
@@ -274,7 +274,7 @@ def test_prompts_prefilled_in_units_between_steps_equal_others(model, of_full_ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "places"), [("clustered", 2), *(slow(name, 1) for name in ("full", "clustered", "coded"))])
+@pytest.mark.parametrize(("name", "places"), [("clustered", 2), *((name, 1) for name in ("full", "clustered", "coded"))])
 def test_prompts_behind_a_kept_beginning_equal_themselves(model, name, places):
     """The second prompt is prefilled in two texts, the later ones begin with an entry; prompts may have several extents."""
     sizes = dict(places=places, prompt_tokens=1000, new_tokens=40, prompts=(1000,) * places, joins=True, prefix_memory=2**24)

@@ -151,7 +151,7 @@ BY_LAYERS = {  # the cache, and its kinds of layers
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x != "followed" else x for x in BY_LAYERS])
+@pytest.mark.parametrize("name", BY_LAYERS)
 def test_a_step_by_layers_equals_one_program(tmp_path, name):
     """Each kind of layer is one program, which copies no cache; the state, the counters and the logits are those of a step."""
     policy, kinds = BY_LAYERS[name]
@@ -242,7 +242,7 @@ def test_a_resident_set_changes_nothing_but_the_fetches(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("resident", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("resident", [True, False])
 def test_rows_that_have_ended_cost_no_fetches(bundled, resident):
     """The bundled model answers a short question and stops; the other row decodes to its limit."""
     model, tokenizer = bundled

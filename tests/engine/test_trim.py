@@ -41,7 +41,7 @@ def decoded(decoding, state, pool, tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["full", "clustered", *(pytest.param(x, marks=pytest.mark.slow) for x in [*POLICIES][2:])])
+@pytest.mark.parametrize("name", POLICIES)
 def test_a_trimmed_cache_equals_one_without_the_forgotten_tokens(model, name):
     """20 tokens are decoded behind the first text, then another text and 45 tokens: pages leave the window, and are compacted."""
     policy, right, wrong = POLICIES[name], families.tokens(400), families.tokens(WRONG + 45, seed=7)

@@ -56,7 +56,7 @@ def test_a_row_alone_equals_transformers(models, length, count):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cache",
-    [Full(), PAGES, *(pytest.param(kind(budget=2048), marks=pytest.mark.slow) for kind in (Streaming, ExpectedAttention))],
+    [Full(), PAGES, Streaming(budget=2048), ExpectedAttention(budget=2048)],
     ids=["full", "clustered", "streaming", "expected-attention"],
 )
 def test_rows_of_a_batch_equal_transformers_row_by_row(models, cache):

@@ -64,7 +64,7 @@ def test_constant_channel_stays_and_factors_fit_fp16():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
-    [Clustered, *(pytest.param(policy, marks=pytest.mark.slow) for policy in (Coded, Tolerant))],
+    [Clustered, Coded, Tolerant],
     ids=lambda kind: kind.__name__.lower(),
 )
 def test_scale_of_channels_changes_no_bit(policy):

@@ -275,7 +275,7 @@ def test_progress_is_told_and_may_end_the_first_text(bundled):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.slow), "behind"])
+@pytest.mark.parametrize("where", ["before", "behind"])
 def test_an_answer_that_ctrl_c_cuts_off_is_gone_on_from(bundled, tmp_path, monkeypatch, where):
     """Before or after a token is read: a token whose reading was interrupted is in the cache already."""
     text, questions = document()

@@ -321,9 +321,7 @@ def test_a_saved_chat_goes_on_as_if_it_had_not_been(chatting, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cache", [Full(), pytest.param(Clustered(budget=2000, page_size=8, compact_every=32), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("cache", [Full(), Clustered(budget=2000, page_size=8, compact_every=32)], ids=str)
 def test_a_turn_taken_back_leaves_no_trace(chatting, cache):
     """A budget for all tokens approximates nothing, so the next answer is that of a chat without the turn."""
     sessions = [Session(*chatting, cache=cache, context_length=1200) for _ in range(2)]
