@@ -40,7 +40,7 @@ from icejax.models.decoder import CausalLM
 from icejax.runtime.compile_clock import Mark
 
 LOG = logging.getLogger(__name__)
-UNIT_S = 0.2  # seconds that a unit of prefill may delay the rows that decode
+UNIT_S = 0.2  # seconds, beside half a step, that units of prefill may delay the rows that decode
 SAMPLES_BYTES = 2**30  # bytes of arrays of prompts that have several answers
 
 
@@ -157,7 +157,7 @@ class Core:
         self._in_units = share < 1
         self._start: tuple[Row, RowStart] | None = None  # of the prompt that is being prefilled
         self._loop: DecodeLoop | None = None  # None while no row decodes
-        self._layers, self._has_stepped = 0, False
+        self._layers, self._has_stepped, self._step_s = 0, False, 0.0
         self._hosts_experts = any(layer.offloaded is not None for layer in model.model.layers)
 
     @property
@@ -183,11 +183,11 @@ class Core:
         work, started = self.scheduler.next(), time.perf_counter()
         if work is Work.NOTHING:
             return
-        if work is Work.PREFILL:
-            yield from self._prefill()
-        else:
-            yield from self._decode()
-        self.scheduler.ran(work, time.perf_counter() - started)
+        yield from self._prefill() if work is Work.PREFILL else self._decode()
+        seconds = time.perf_counter() - started
+        self.scheduler.ran(work, seconds)
+        if work is Work.DECODE:
+            self._step_s = seconds
 
     def release(self, ticket: Ticket) -> None:
         """Takes a ticket out of the queue or the batch; a ticket that is over stays so."""
@@ -215,7 +215,8 @@ class Core:
             piece_begun = time.perf_counter()
             holder.pool = start.advance(holder.pool)
             now = time.perf_counter()
-            if start.done or (now - begun) + (now - piece_begun) > UNIT_S:  # the next piece takes as long as this one
+            # The next piece probably takes as long as this one; the limit may be passed by half of it.
+            if start.done or (now - begun) + (now - piece_begun) / 2 > UNIT_S + self._step_s / 2:
                 break
         if start.done:
             self._start = None
@@ -260,6 +261,8 @@ class Core:
             yield tickets[at], outcome
             if is_over:
                 self.release(tickets[at])
+        if self.scheduler.prefilling is not None and self._loop is not None:
+            self._loop.run.step.counters.block_until_ready()  # beside a unit it would take longer, and so would the unit
 
     def _tell_layer(self, _: int) -> None:
         if self._progress is not None and not self._has_stepped:
