@@ -69,6 +69,7 @@ class Engine:
         """
         self._model, self._tokenizer, policy = model, tokenizer, checked_policy(cache)
         self.context_length, limit = check_context(model, context_length), devices.check_limit(host_memory_limit)
+        integer("context_length", self.context_length, least=2)  # a token of a prompt and one of its answer
         self.max_new_tokens = min(integer("max_new_tokens", max_new_tokens, most=2**31), self.context_length - 1)
         integer("batch_size", batch_size, most=2**16)
         share = number("prefill_share", prefill_share, least=0, most=1, above=True)

@@ -89,6 +89,8 @@ def test_what_cannot_be_answered_is_refused_at_once(engine, case):
     ("options", "message"),
     [
         (dict(batch_size=0), "batch_size must be at least 1, got 0"),
+        (dict(context_length=1), "context_length must be at least 2, got 1"),
+        (dict(prefix_memory=-1), "prefix_memory must be at least 0, got -1"),
         (dict(prefill_share=0), "prefill_share must be a number above 0 and at most 1, got 0"),
         (dict(max_queue=0), "max_queue must be at least 1, got 0"),
         (dict(max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
@@ -98,7 +100,7 @@ def test_what_cannot_be_answered_is_refused_at_once(engine, case):
 def test_an_engine_that_cannot_be_is_refused_at_once(bundled, options, message):
     count = threading.active_count()
     with pytest.raises(icejax.InputError, match=message):
-        icejax.Engine(*bundled, context_length=300, **options)
+        icejax.Engine(*bundled, **dict(context_length=300) | options)
     assert threading.active_count() <= count + 1  # the thread may still be on its way out
 
 
