@@ -12,6 +12,7 @@ from icejax.checks.errors import InputError
 from icejax.engine.request import AnswerOptions
 from icejax.engine.response import GenerationResponse, join
 from icejax.engine.sampling import Sampling
+from icejax.engine.serving import core as core_module
 from icejax.engine.serving.core import Core, CoreSizes, Job
 from icejax.runtime.compile_clock import Mark
 from tests import tolerances
@@ -33,6 +34,12 @@ LIMITS = (37, 45, 29, 41, 18, 50, 33)  # of answers, so that places become free 
 
 def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def steps_between_all_units(monkeypatch):
+    """The units of a small model would all fit between two steps."""
+    monkeypatch.setattr(core_module, "UNIT_S", -60.0)
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +265,16 @@ def test_cancelled_rows_leave_nothing_behind(model, of_full_cache, name, count, 
     for i in range(4):
         core.submit(job(PROMPTS[i], i, max_new_tokens=ANSWERED[i]))
     assert {i: answer.token_ids for i, answer in answers(core).items()} == {i: of_full_cache[i].token_ids for i in range(4)}
+
+
+def test_a_prompt_cancelled_between_units_is_not_gone_on_with(model, of_full_cache):
+    core = core_of(model, CACHES["full"], share=0.5)
+    ticket = core.submit(job(PROMPTS[1], 1, max_new_tokens=4))
+    assert [*core.step()] == [] and core.scheduler.prefilling is ticket
+    core.release(ticket)
+    assert_all_free(core)
+    core.submit(job(PROMPTS[0], 0, max_new_tokens=ANSWERED[0]))
+    assert answers(core)[0].token_ids == of_full_cache[0].token_ids
 
 
 @pytest.mark.slow
