@@ -151,7 +151,9 @@ class RowStart:
         """Returns a row whose next page is `page`."""
         if not self._plan.pooled:
             return state
-        lengths = dataclasses.replace(state.cache.lengths, next_page=jnp.int32(page))
+        # Committed to the device as the results of a step are, or the step would compile twice.
+        next_page = jax.device_put(jnp.int32(page), devices.device())
+        lengths = dataclasses.replace(state.cache.lengths, next_page=next_page)
         return dataclasses.replace(state, cache=dataclasses.replace(state.cache, lengths=lengths))
 
     def _restored(self, entry: Entry) -> DecodeState:
