@@ -284,7 +284,7 @@ FAULTS = (
     ("engine/serving/core.py", "self._progress is not None and not self._has_stepped", "self._progress is not None", "api/test_stream_generate.py::test_progress_counts_up_to_the_announced_total[1-3]"),
     ("engine/decode/loop.py", "if at not in self.rows:  # the caller", "if False:  # the caller", "engine/test_core.py::test_a_row_released_within_a_step_has_no_more_pieces"),
     ("engine/decode/row.py", "self._ready.time - self._prefill_from", "self.first_token['ttft_s']", "api/test_stream_generate.py::test_times_of_a_row_that_has_waited"),
-    ("engine/serving/start.py", "self._before_text(state), cut)", "state, cut)", "engine/test_core.py::test_prompts_behind_a_kept_beginning_equal_themselves[clustered-2]"),
+    ("engine/serving/start.py", "self._before_text(state), cut)", "state, cut)", "engine/test_core.py::test_prompts_behind_a_cached_prefix_equal_themselves[clustered-2]"),
     ("engine/serving/thread.py", "atexit.register(self.close)", "pass", "engine/test_engine_thread.py::test_an_interpreter_ends_with_an_engine_left_open"),
     ("engine/serving/thread.py", "traceback.clear_frames(error.__traceback__)", "pass", "engine/test_engine_thread.py::test_an_engine_that_has_failed_frees_its_core"),
     ("engine/serving/thread.py", "core.release(ticket)", "pass", "engine/test_engine_thread.py::test_requests_are_cancelled_in_the_queue_and_in_prefill"),

@@ -292,7 +292,7 @@ def test_prompts_prefilled_in_units_between_steps_equal_others(model, of_full_ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "places"), [("clustered", 2), *((name, 1) for name in ("full", "clustered", "coded"))])
-def test_prompts_behind_a_kept_beginning_equal_themselves(model, name, places):
+def test_prompts_behind_a_cached_prefix_equal_themselves(model, name, places):
     """The second prompt is prefilled in two texts, the later ones begin with an entry; prompts may have several extents."""
     sizes = dict(places=places, prompt_tokens=1000, new_tokens=40, prompts=(1000,) * places, joins=True, prefix_memory=2**24)
     core, document = Core(model, Letters(), CACHES[name], CoreSizes(**sizes)), families.tokens(300)
@@ -309,7 +309,7 @@ def test_prompts_behind_a_kept_beginning_equal_themselves(model, name, places):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "clustered", "coded"])
-def test_cancels_leave_kept_beginnings_and_nothing_else(model, name):
+def test_cancels_leave_cached_prefixs_and_nothing_else(model, name):
     """Prompts that begin alike share extents; all but those of the store are free at the end, and these when they are evicted."""
     sizes = dict(places=3, prompt_tokens=500, new_tokens=40, prompts=(500,) * 3, joins=True, prefix_memory=2**24)
     core, draw = Core(model, Letters(), CACHES[name], CoreSizes(**sizes), share=0.5), np.random.default_rng(5)
@@ -329,8 +329,8 @@ def test_cancels_leave_kept_beginnings_and_nothing_else(model, name):
     for ticket, tokens in replies.items():
         number = prompts.index(ticket.request.tokens.tolist())
         assert tuple(tokens) == expected[number][: len(tokens)]
-    assert core._kept.prefixes.hits > 0
-    while core._kept.prefixes.evict():
+    assert core._prefix_cache.prefixes.hits > 0
+    while core._prefix_cache.prefixes.evict():
         pass
     assert capacity is None or core.scheduler.extents.free == capacity
 

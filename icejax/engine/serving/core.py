@@ -32,7 +32,7 @@ from icejax.engine.decode.run import Run, run_constants
 from icejax.engine.decode.step import DecodePrograms, DecodeState, Step
 from icejax.engine.plan import make_plan
 from icejax.engine.request import AnswerOptions
-from icejax.engine.serving.kept import KeptPrefixes, divided
+from icejax.engine.serving.prefix_cache import PrefixCache, divided
 from icejax.engine.serving.prefixes import BLOCK
 from icejax.engine.serving.scheduler import Scheduler, Ticket, Work
 from icejax.engine.serving.start import Route, RowStart
@@ -55,7 +55,7 @@ class Job:
         draw: seed and index of the row's random key.
         index, number: as in `Row`.
         started: when the caller asked.
-        salt: prompts share kept beginnings only with prompts of the same salt.
+        salt: prompts share cached prefixes only with prompts of the same salt.
         sample: number of the answer among the answers to the prompt, from 0.
         samples: number of answers to the prompt.
     """
@@ -71,10 +71,10 @@ class Job:
     sample: int = 0
     samples: int = 1
 
-    def row(self, tokenizer: Any, eos: tuple[int, ...], *, kept: int) -> Row:
-        """Returns the record of the row that answers the prompt, whose prefill begins now behind `kept` tokens."""
+    def row(self, tokenizer: Any, eos: tuple[int, ...], *, cached: int) -> Row:
+        """Returns the record of the row that answers the prompt, whose prefill begins now behind `prefix_cache` tokens."""
         options = dict(index=self.index, number=self.number, logprobs=self.options.logprobs, started=self.started)
-        options |= dict(fed=len(self.tokens) - kept, sample=self.sample)
+        options |= dict(fed=len(self.tokens) - cached, sample=self.sample)
         return Row(tokenizer, self.options.stop, eos, self.tokens.tolist(), self.limit, **options)
 
 
@@ -88,7 +88,7 @@ class CoreSizes:
         prompts: token counts of the longest prompts that the pool holds at once.
         joins: whether a row may get the place of one that has ended.
         samples: whether some prompts have several answers, which share the prompt's pages.
-        prefix_memory: bytes of host memory for kept beginnings; 0: none are kept.
+        prefix_memory: bytes of host memory for cached prefixes; 0: no store.
     """
 
     places: int
@@ -138,21 +138,21 @@ class Core:
         self._row_plan = dataclasses.replace(self.plan, spec=dataclasses.replace(self.plan.spec, batch_size=1))
         self._model, self._tokenizer, self._policy = model, tokenizer, policy
         self._progress, self._watch = progress, watch
-        kept_extents, kept_bytes = divided(self.plan, sizes.prefix_memory)
+        prefix_extents, prefix_bytes = divided(self.plan, sizes.prefix_memory)
         if sizes.samples:
-            kept_bytes = max(kept_bytes, SAMPLES_BYTES)
-        if kept_bytes and model.config.short_context is not None:
-            LOG.info("no beginnings of prompts are kept: LongRoPE's keys change with a text's length")
-            kept_extents = kept_bytes = 0
+            prefix_bytes = max(prefix_bytes, SAMPLES_BYTES)
+        if prefix_bytes and model.config.short_context is not None:
+            LOG.info("no prefix is stored: LongRoPE's keys change with a text's length")
+            prefix_extents = prefix_bytes = 0
         self.pool, extents = None, None
         if self.plan.pooled:
             has_scratch = sizes.places > 1 or sizes.joins  # where rows that have ended write; a single row needs none
             count = sum(int(self.plan.extents(prompt).sum()) for prompt in sizes.prompts) + has_scratch
-            count += kept_extents
+            count += prefix_extents
             self.pool = host_pool.allocate(self.plan.pool_shape(count), self.plan.pool_dtype, limit=host_memory_limit)
             extents = Extents(count, nobodys=has_scratch)
-        self._kept = KeptPrefixes(self._row_plan, extents, kept_bytes) if kept_bytes else None
-        options = dict(share=share, most_waiting=most_waiting, prepare=self._kept and self._kept.prepare)
+        self._prefix_cache = PrefixCache(self._row_plan, extents, prefix_bytes) if prefix_bytes else None
+        options = dict(share=share, most_waiting=most_waiting, prepare=self._prefix_cache and self._prefix_cache.prepare)
         self.scheduler = Scheduler(sizes.places, extents, **options)
         self._in_units = share < 1
         self._start: tuple[Row, RowStart] | None = None  # of the prompt that is being prefilled
@@ -226,13 +226,13 @@ class Core:
         """Returns the record and the start of a row whose ticket has just got its place."""
         job, keep = ticket.request, None
         route = ticket.route or Route(None, (len(job.tokens),))
-        kept = 0 if route.entry is None else len(route.entry.tokens)
-        if self._kept is not None:
-            self._kept.prefixes.see(job.tokens, job.salt)
-            self._kept.prefixes.count(len(job.tokens), hits=kept)
+        cached = 0 if route.entry is None else len(route.entry.tokens)
+        if self._prefix_cache is not None:
+            self._prefix_cache.prefixes.see(job.tokens, job.salt)
+            self._prefix_cache.prefixes.count(len(job.tokens), hits=cached)
             if len(job.tokens) >= BLOCK or job.samples > 1:
-                keep = functools.partial(self._kept.keep, job.tokens, job.salt)
-        row = job.row(self._tokenizer, self.plan.eos_token_ids, kept=kept)
+                keep = functools.partial(self._prefix_cache.keep, job.tokens, job.salt)
+        row = job.row(self._tokenizer, self.plan.eos_token_ids, cached=cached)
         options = dict(sampling=job.options.sampling, draw=job.draw, in_units=self._in_units)
         options |= dict(keep=keep, progress=self._tell_layer)
         return row, RowStart(self._model, self._row_plan, row.prompt, route, ticket.table, **options)

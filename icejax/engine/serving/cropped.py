@@ -1,6 +1,6 @@
-"""Arrays without the zeros at their ends: a row's arrays have room for the longest text, and a kept beginning fills a part.
+"""Arrays without the zeros at their ends: a row's arrays have room for the longest text, and a cached prefix fills a part.
 
-`kept` crops arrays and `start` makes them whole. Example: an array [2, 512, 64] whose rows from 40 on are 0 is kept as its
+`prefix_cache` crops arrays and `start` makes them whole. Example: an array [2, 512, 64] whose rows from 40 on are 0 becomes its
 first 40 rows, [2, 40, 64].
 """
 

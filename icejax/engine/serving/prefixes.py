@@ -1,4 +1,4 @@
-"""The prefix store: beginnings of prompts whose cache is kept in host memory, for prompts that begin alike.
+"""The prefix store: caches of prefixes in host memory, for prompts with the same prefix.
 
 The core asks it before a prompt is prefilled, and gives it every prompt's cache. A page holds tokens of many positions, so an
 entry is used whole: it serves the prompts that begin with all of its tokens. A beginning that two prompts share becomes an
@@ -7,8 +7,8 @@ entry of its own when the second one comes, so that a document serves every ques
 Tokens are found by a chain of SHA-256 over blocks of 256 tokens, which begins with a salt: callers with other salts share no
 entry, so none can tell by the time of an answer what others asked (CVE-2025-46570).
 
-Example: the document D of 1,000 tokens and the question A. `D A` is prefilled and kept. `D B` shares 3 blocks with it: its
-first 768 tokens are prefilled and kept, then the rest. `D C` begins with the kept 768 tokens, and only the others are computed.
+Example: the document D of 1,000 tokens and the question A. `D A` is prefilled and stored. `D B` shares 3 blocks with it: its
+first 768 tokens are prefilled and stored, then the rest. `D C` finds these 768 tokens, and only the others are computed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_SEEN = 2**16  # blocks of earlier prompts that are remembered by their hash
 
 @dataclass(eq=False)
 class Entry:
-    """A kept beginning.
+    """A cached prefix.
 
     Attributes:
         tokens: its token ids, i32[T].

@@ -36,7 +36,7 @@ class Ticket:
     Attributes:
         request: what the engine prefills and decodes; the scheduler does not look at it, nor at the owner.
         wanted: bool[X], the extents that its row needs for itself; None without a pool.
-        shared: i32[X], extents of a kept beginning that it reads too.
+        shared: i32[X], extents of a cached prefix that it reads too.
         route: how its prompt gets into a cache; set by `prepare`.
         owner: who gets the responses.
         at: its place in the batch; None while it waits, and when it is over.

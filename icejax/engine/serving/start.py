@@ -1,4 +1,4 @@
-"""The way of one prompt to its first token, piece by piece: a prefill, or a kept beginning and the text behind it.
+"""The way of one prompt to its first token, piece by piece: a prefill, or a cached prefix and the text behind it.
 
 The core makes one for the prompt that has just got its place, and advances it between decode steps of other rows.
 """
@@ -30,7 +30,7 @@ from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 
 LOG = logging.getLogger(__name__)
-PIECE = 512  # tokens of a text behind a kept beginning that are computed between two steps of other rows
+PIECE = 512  # tokens of a text behind a cached prefix that are computed between two steps of other rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Route:
     """How a prompt gets into a cache.
 
     Attributes:
-        entry: the kept beginning; None: nothing is kept.
-        cuts: numbers of first tokens after which the cache is kept, in order; the last is the whole prompt's. None if the
-            kept beginning is the whole prompt.
+        entry: the cached prefix; None: no prefix is stored.
+        cuts: numbers of first tokens after which the cache is stored, in order; the last is the whole prompt's. None if the
+            cached prefix is the whole prompt.
     """
 
     entry: Entry | None
@@ -157,7 +157,7 @@ class RowStart:
         return dataclasses.replace(state, cache=dataclasses.replace(state.cache, lengths=lengths))
 
     def _restored(self, entry: Entry) -> DecodeState:
-        """Returns the row of a kept beginning; the pages of its last extent, which is not full, are copied to the row's own."""
+        """Returns the row of a cached prefix; the pages of its last extent, which is not full, are copied to the row's own."""
         last = entry.pages // host_pool.EXTENT
         is_copied = self._table is not None and entry.pages % host_pool.EXTENT and entry.table[last] != self._table[last]
         if is_copied:

@@ -1,4 +1,4 @@
-"""Kept beginnings on the device's side: how a prompt uses the prefix store, and how a row's cache gets into it.
+"""Cached prefixes on the device's side: how a prompt uses the prefix store, and how a row's cache gets into it.
 
 The core calls it. Pages stay where they are in the pool, shared by their extents; the other arrays of a row are copied to host
 memory. A row never writes to an extent that it shares: what follows a beginning goes to extents of its own.
@@ -29,14 +29,14 @@ POOL_SHARE = 0.75  # of the bytes for beginnings that go to the pool; digests an
 
 
 def divided(plan: Plan, memory: int) -> tuple[int, int]:
-    """Returns how bytes of host memory for kept beginnings are divided: extents of the pool, and bytes of other arrays."""
+    """Returns how bytes of host memory for cached prefixes are divided: extents of the pool, and bytes of other arrays."""
     if not plan.pooled:
         return 0, memory
     extent = math.prod(plan.pool_shape(1)) * jnp.dtype(plan.pool_dtype).itemsize
     return int(memory * POOL_SHARE) // extent, int(memory * (1 - POOL_SHARE))
 
 
-class KeptPrefixes:
+class PrefixCache:
     """The prefix store of a core.
 
     Attributes:
@@ -76,7 +76,7 @@ class KeptPrefixes:
         return ticket.wanted is not None and ticket.wanted.sum() > self._extents.free
 
     def _set(self, ticket: Ticket, route: Route) -> None:
-        """Sets a ticket's route, and the extents of its own and of the kept beginning that this needs."""
+        """Sets a ticket's route, and the extents of its own and of the cached prefix that this needs."""
         ticket.route = route
         if not self._plan.pooled:
             return
@@ -93,7 +93,7 @@ class KeptPrefixes:
         cache = jax.tree.map(lambda x: crop(np.asarray(x)), row.cache.layers)
         nbytes = sum(x.nbytes for x in jax.tree.leaves(cache) if isinstance(x, np.ndarray))
         if nbytes > self.prefixes.most_bytes:
-            LOG.info("a beginning of %d tokens is not kept: its arrays take %d bytes", count, nbytes)
+            LOG.info("a prefix of %d tokens is not stored: its arrays take %d bytes", count, nbytes)
             return
         table, pages = None, 0
         if self._plan.pooled:
