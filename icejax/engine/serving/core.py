@@ -229,7 +229,7 @@ class Core:
         cached = 0 if route.entry is None else len(route.entry.tokens)
         if self._prefix_cache is not None:
             self._prefix_cache.prefixes.see(job.tokens, job.salt)
-            self._prefix_cache.prefixes.count(len(job.tokens), hits=cached)
+            self._prefix_cache.prefixes.hits += cached
             if len(job.tokens) >= BLOCK or job.samples > 1:
                 keep = functools.partial(self._prefix_cache.keep, job.tokens, job.salt)
         row = job.row(self._tokenizer, self.plan.eos_token_ids, cached=cached)

@@ -50,11 +50,11 @@ class Entry:
 
 
 class Prefixes:
-    """Entries by their first blocks. Those that were not used for longest go when there is no room.
+    """Entries by their first blocks. The least recently used go when room is short.
 
     Attributes:
         most_bytes: bytes of the entries' arrays.
-        hits, queries: number of tokens of prompts that were found, and of all prompts.
+        hits: number of prompt tokens that came from entries.
     """
 
     def __init__(self, extents: Extents | None, *, most_bytes: int) -> None:
@@ -63,7 +63,7 @@ class Prefixes:
         self._entries: OrderedDict[Entry, bytes] = OrderedDict()  # the last used at the end
         self._by_blocks: dict[bytes, list[Entry]] = {}
         self._seen: OrderedDict[bytes, None] = OrderedDict()
-        self.hits = self.queries = 0
+        self.hits = 0
 
     def find(self, tokens: np.ndarray, salt: str) -> tuple[Entry | None, int]:
         """Returns the longest entry that a prompt begins with, and how many of its first tokens an earlier prompt had too."""
@@ -78,11 +78,6 @@ class Prefixes:
         if best is not None:
             self._entries.move_to_end(best)
         return best, min(shared, len(tokens) - 1)
-
-    def count(self, tokens: int, *, hits: int) -> None:
-        """Counts a prompt of so many tokens, of which so many were found."""
-        self.queries += tokens
-        self.hits += hits
 
     def see(self, tokens: np.ndarray, salt: str) -> None:
         """Remembers a prompt's blocks."""
@@ -106,7 +101,7 @@ class Prefixes:
             self.evict()
 
     def evict(self, keep: Entry | None = None) -> bool:
-        """Forgets the entry that was not used for longest; False if there is none but `keep`."""
+        """Forgets the least recently used entry but `keep`; False if no other is left."""
         entry = next((entry for entry in self._entries if entry is not keep), None)
         if entry is None:
             return False
