@@ -98,8 +98,20 @@ def text(tokenizer, kind: str, tokens: int, seed: int) -> list[int]:
     return ids[:tokens]
 
 
-def rows(layers: list[Captured], *, budgets: list[int], pages: list[int | None], codings: list[Coding]) -> Iterator[dict]:
-    """Yields one row per method, over all captured layers; None in `pages`: as many as bring 1.05 times today's bytes."""
+def rows(
+    layers: list[Captured],
+    *,
+    budgets: list[int],
+    pages: list[int | None],
+    codings: list[Coding],
+    most_exact: int | None = None,
+) -> Iterator[dict]:
+    """Yields one row per method, over all captured layers.
+
+    Args:
+        pages: numbers of pages whose codes are read; None: as many as bring 1.05 times today's bytes.
+        most_exact: most tokens of pages that `look` attends exactly; None: as many as the budget holds.
+    """
     yield from _peers(layers)
     for budget in budgets:
         paged = [Paged.of(layer, budget) for layer in layers]
@@ -118,12 +130,13 @@ def rows(layers: list[Captured], *, budgets: list[int], pages: list[int | None],
             decoded = [coded(x.pages, x.index, coding) for x in paged]
             page_bytes = decoded[0].page_bytes
             per_token = page_bytes / PAGE
+            fewer = min(exact, exact if most_exact is None else most_exact)
             for wanted in pages:
-                count = wanted or int((MORE * bus - exact * plain) // page_bytes)
+                count = wanted or int((MORE * bus - fewer * plain) // page_bytes)
                 count = min(count, paged[0].pages[0].shape[2])
-                errors = [x.error(_look(x, y, count, exact)) for x, y in zip(paged, decoded, strict=True)]
-                sizes = dict(bus_bytes=count * page_bytes + exact * plain, host_bytes=plain + per_token, device_bytes=digests)
-                row = dict(form="look", budget=budget, pages=count, equal_bytes=wanted is None, exact=exact)
+                errors = [x.error(_look(x, y, count, fewer)) for x, y in zip(paged, decoded, strict=True)]
+                sizes = dict(bus_bytes=count * page_bytes + fewer * plain, host_bytes=plain + per_token, device_bytes=digests)
+                row = dict(form="look", budget=budget, pages=count, equal_bytes=wanted is None, exact=fewer)
                 yield row | coding._asdict() | _figures(errors, **sizes)
             for wanted in (0, 64, 192) if budget == max(budgets) and coding.value_bits else ():
                 errors = [x.error(_packed(x, y, wanted)) for x, y in zip(paged, decoded, strict=True)]
@@ -188,7 +201,8 @@ def measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict]:
     texts, scales = listed("--texts", arguments.texts, task.KINDS), listed("--scales", arguments.scales, SCALES)
     by_token = [name == "token" for name in listed("--values", arguments.values, ("channel", "token"))]
     centred = [name == "yes" for name in listed("--centred", arguments.centred, ("yes", "no"))]
-    seed = integer("--seed", arguments.seed, least=0)
+    seed, most_exact = integer("--seed", arguments.seed, least=0), arguments.exact
+    most_exact = None if most_exact is None else integer("--exact", most_exact, least=0)
     parts = itertools.product(_bits(arguments.bits), scales, by_token, centred)
     codings = [Coding(*bits, *rest) for bits, *rest in parts if bits[1] or not rest[1]]  # without values nothing is by token
     name = "bundled" if arguments.model == ASSETS else arguments.model
@@ -202,7 +216,7 @@ def measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict]:
         captured = capture(model, ids[:length], ids[length:], **channels)
         layers = [x for x in captured if not isinstance(policies[x.layer], Full)]
         console.print(f"{name}, {kind}, {length} tokens: {len(layers)} of {len(policies)} layers")
-        for row in rows(layers, budgets=budgets, pages=pages, codings=codings):
+        for row in rows(layers, budgets=budgets, pages=pages, codings=codings, most_exact=most_exact):
             labels = dict(model=Path(name).name, text=kind, length=length, layers=len(layers))
             yield labels | row | environment
 
@@ -224,6 +238,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lengths", default="4096", help="tokens of a text, comma-separated")
     parser.add_argument("--budgets", default="64,256")
     parser.add_argument("--pages", default="equal,112,160,224,448", help="pages whose codes are read; equal: by bytes")
+    parser.add_argument("--exact", type=int, help="most page tokens that `look` attends exactly (default: by the budget)")
     parser.add_argument(
         "--bits", default="2,3,4,8", help="bits of keys and values; 4/2: 4 of keys and 2 of values; 4/0: values from keys"
     )

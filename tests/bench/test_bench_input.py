@@ -15,6 +15,8 @@ BAD = {
     "pages --prompts 0": "--prompts must be at least 1, got 0",
     "pages --formations any": "--formations must be of ",
     "pages --uneven nan": "--uneven must be a number from 0 to 10, got nan",
+    "code_reads --pages 100": "--pages must be at least 160, got 100",
+    "two_precisions --exact -1": "--exact must be at least 0, got -1",
     "two_precisions --lengths 100": "--lengths must be at least 512, got 100",
     "two_precisions --budgets 32": "--budgets must be at least 64, got 32",
     "two_precisions --bits 5": "--bits must be of 1, 2, 3, 4, 8, ",

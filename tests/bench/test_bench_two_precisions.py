@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import coded_attention, two_precisions
+from bench import code_reads, coded_attention, two_precisions
 from bench.capture import Captured
 from bench.coded_attention import Coding
 from bench.methods import RERANKED, form, residents
@@ -146,3 +146,23 @@ def test_command_prints_rows_of_equal_bytes(capsys):
     today = rows[3]["bus_bytes"]
     assert all(row["bus_bytes"] <= 1.05 * today for row in rows if row["form"] == "look")
     assert all(row["layers"] == 4 and 0 < row["error"] < 0.5 for row in rows) and len(err.splitlines()) == len(rows) + 1
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_timed_forms_read_the_same_codes(bits):
+    rng = np.random.default_rng(bits)
+    k, v = (rng.standard_normal((2, 40, 16, 32)).astype(np.float32) for _ in range(2))
+    q = rng.standard_normal((2, 3, 32)).astype(np.float32)
+    ids = np.stack([rng.permutation(40)[:20] for _ in range(2)]).astype(np.int32)
+    codes = [key_codes.encode_keys(jnp.asarray(x[None]), jnp.ones((1, 2, 40, 16), bool), bits, "bfloat16") for x in (k, v)]
+    keys, values = (np.asarray(key_codes.decode_keys(x, 16, bits, "float32"))[0] for x in codes)
+    keys, values = (np.stack([x[head, ids[head]].reshape(-1, 32) for head in range(2)]) for x in (keys, values))
+    scores = np.einsum("kgh,ksh->kgs", q, keys)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    for form_name in code_reads.FORMS:
+        actual = code_reads.coded(*map(jnp.asarray, (q, ids)), codes, *map(jnp.asarray, (k, v)), bits=bits, form=form_name)
+        np.testing.assert_allclose(actual[0], weights, rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(actual[1], np.einsum("kgs,ksh->kgh", weights, values), rtol=1e-3, atol=1e-5)
+        best = np.argsort(-weights[0].sum(0))[0]
+        np.testing.assert_array_equal(actual[2][0, 0], k[0, ids[0, best // 16], best % 16])
