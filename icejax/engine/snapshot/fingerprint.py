@@ -1,6 +1,7 @@
-"""Fingerprint of a session: the model, cache options, tokenizer and chat template that it was saved with.
+"""Fingerprint of a saved cache: the model, cache options, tokenizer and chat template that it was saved with.
 
-`Session.save` writes it; `storage.open_session` compares it with the fingerprint of the model and tokenizer at hand.
+`Session.save` writes it, and `storage.open_session` compares it with the fingerprint of the model and tokenizer at hand.
+`serving.prefix_folder` names a folder by it.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ def fingerprint(model: CausalLM, policy: CachePolicy, tokenizer: Any) -> dict[st
 
 
 def check_registered(policy: CachePolicy) -> None:
-    """Raises InputError for a policy that has no name, by which a saved session would find it."""
+    """Raises InputError for a policy that has no name, by which a saved cache would find it."""
     if name_of(policy) is None:
-        raise InputError(f"a session with a {type(policy).__name__} cache cannot be saved: register it in icejax.POLICIES")
+        raise InputError(f"a {type(policy).__name__} cache cannot be saved: register it in icejax.POLICIES")
 
 
 def _tokenizer_sum(tokenizer: Any) -> int:
