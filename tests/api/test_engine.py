@@ -1,5 +1,6 @@
 """`icejax.Engine` with a model: requests of many threads are answered as `generate` answers them alone."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -91,6 +92,10 @@ def test_what_cannot_be_answered_is_refused_at_once(engine, case):
         (dict(batch_size=0), "batch_size must be at least 1, got 0"),
         (dict(context_length=1), "context_length must be at least 2, got 1"),
         (dict(prefix_memory=-1), "prefix_memory must be at least 0, got -1"),
+        (dict(prefix_disk=-1), "prefix_disk must be at least 0, got -1"),
+        (dict(prefix_dir=5), "the path of a folder must be a text or a path, got 5"),
+        (dict(prefix_dir="/nowhere", prefix_memory=0), "prefix_dir stores what prefix_memory holds, which is 0: give both"),
+        (dict(prefix_dir=os.devnull), "prefix_dir /dev/null cannot be used .*: choose another folder"),
         (dict(prefill_share=0), "prefill_share must be a number above 0 and at most 1, got 0"),
         (dict(max_queue=0), "max_queue must be at least 1, got 0"),
         (dict(max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
