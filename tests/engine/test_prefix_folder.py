@@ -14,6 +14,7 @@ import pytest
 import icejax
 from icejax.cache.registry import Clustered, Coded, Full, SnapKV
 from icejax.checks.errors import InputError
+from icejax.engine.sampling import Sampling
 from icejax.engine.serving import core as core_module
 from icejax.engine.serving import prefix_folder
 from icejax.engine.serving.core import Core, CoreSizes
@@ -120,6 +121,18 @@ def test_a_prompt_that_is_a_stored_prefix_needs_no_prefill(model, folder):
     assert_equal(answer, alone(model, Full(), DOCUMENT[:256], **ANSWER))
 
 
+@pytest.mark.parametrize("prompt", [DOCUMENT[:256], PROMPTS[2]], ids=["the prefix itself", "a text behind it"])
+def test_a_sampled_answer_behind_a_stored_prefix_draws_the_same(model, folder, prompt):
+    options = dict(max_new_tokens=12, sampling=Sampling(temperature=1.5), seed=3)
+    core = core_of(model, folder)
+    core.submit(job(prompt, **options))
+    (answer,) = answers(core).values()
+    assert answer.cached_tokens == 256
+    assert answer.token_ids == alone(model, Full(), prompt, **options).token_ids
+    core.submit(job(prompt, **options | dict(seed=4)))
+    assert answers(core)[0].token_ids != answer.token_ids
+
+
 def test_a_prompt_that_two_others_go_on_from_is_stored_whole(model, tmp_path):
     """A chat's next turn alone is no reason: it would store each turn anew."""
     core = core_of(model, tmp_path)
@@ -129,7 +142,8 @@ def test_a_prompt_that_two_others_go_on_from_is_stored_whole(model, tmp_path):
     (_, about) = files(tmp_path)
     fields = json.loads(about.read_text())
     assert (fields["length"], fields["tail"]) == (300, DOCUMENT[256:])
-    assert ask(core_of(model, tmp_path), PROMPTS[2])[0].cached_tokens == 300
+    other = [*DOCUMENT[:299], 1 - DOCUMENT[299] % 2, *families.tokens(20)]
+    assert [ask(core_of(model, tmp_path), prompt)[0].cached_tokens for prompt in (PROMPTS[2], other)] == [300, 0]
 
 
 def test_files_are_the_users_alone_and_hold_no_whole_block_of_tokens(stored):
