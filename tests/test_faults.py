@@ -280,7 +280,7 @@ FAULTS = (
     ("engine/serving/scheduler.py", "self.extents.give_back(ticket.table)", "pass", "engine/test_scheduler.py::test_refusals_leave_nothing_behind"),
     ("engine/serving/core.py", "run.step = run.step.with_row(ticket.at, step)", "pass", "engine/test_core.py::test_a_stop_string_frees_the_place_for_the_next"),
     ("engine/serving/core.py", "self._loop.drop(ticket.at)", "pass", "engine/test_core.py::test_a_stop_string_frees_the_place_for_the_next"),
-    ("engine/serving/core.py", "if ticket is self.scheduler.prefilling:", "if False:", "engine/test_core.py::test_a_prompt_cancelled_between_units_is_not_gone_on_with"),
+    ("engine/serving/core.py", "if ticket is self.scheduler.prefilling and self._start is not None:", "if False:", "engine/test_core.py::test_a_prompt_cancelled_between_units_is_not_gone_on_with"),
     ("engine/serving/core.py", "self._progress is not None and not self._has_stepped", "self._progress is not None", "api/test_stream_generate.py::test_progress_counts_up_to_the_announced_total[1-3]"),
     ("engine/decode/loop.py", "if at not in self.rows:  # the caller", "if False:  # the caller", "engine/test_core.py::test_a_row_released_within_a_step_has_no_more_pieces"),
     ("engine/decode/row.py", "self._ready.time - self._prefill_from", "self.first_token['ttft_s']", "api/test_stream_generate.py::test_times_of_a_row_that_has_waited"),
