@@ -9,6 +9,7 @@ with icejax.Engine(*icejax.load(FOLDER)) as engine:
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,8 @@ class Engine:
             prefix_disk=prefix_disk,
         )
         options = dict(host_memory_limit=limit, prefix_dir=folder, share=share, most_waiting=max_queue)
-        self._thread = EngineThread(lambda: Core(model, tokenizer, policy, sizes, **options))
+        self._thread = EngineThread(lambda: Core(model, tokenizer, policy, sizes, **options), most_waiting=max_queue)
+        weakref.finalize(self, self._thread.close)  # a notebook that starts another engine has no memory for two
 
     def __enter__(self) -> Engine:
         return self
@@ -129,7 +131,9 @@ class Engine:
                 f"max_new_tokens is {asked} and the engine's rows have room for {self.max_new_tokens}: "
                 "ask for fewer, or start an engine with more"
             )
-        return self._thread.submit([dataclasses.replace(job, salt=cache_salt) for job in jobs])
+        handle = self._thread.submit([dataclasses.replace(job, salt=cache_salt) for job in jobs])
+        handle.engine = self
+        return handle
 
     def close(self) -> None:
         """Ends the thread after the present piece of work; requests that are not over raise RuntimeError for their readers."""

@@ -1,5 +1,6 @@
 """`icejax.Engine` with a model: requests of many threads are answered as `generate` answers them alone."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -126,6 +127,16 @@ def test_a_failure_on_the_device_reaches_the_caller(bundled, monkeypatch):
     with pytest.raises(RuntimeError, match="^the engine has failed: out of memory$"):
         engine.submit("y")
     engine.close()
+
+
+def test_an_engine_that_nobody_holds_ends_behind_its_last_handle(bundled):
+    handle = icejax.Engine(*bundled, cache=Full(), batch_size=1, context_length=300).submit("import ", max_new_tokens=5)
+    thread = handle.engine._thread._thread
+    assert handle.result().token_ids == alone(bundled, "import ", max_new_tokens=5).token_ids and thread.is_alive()
+    del handle
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_a_closed_engine_says_so(bundled):

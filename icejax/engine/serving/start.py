@@ -126,6 +126,7 @@ class RowStart:
                     yield
                     tokens = self._tokens[start:stop]
                     state, step, self._pool = extend(self._model, tokens, self._plan, state, self._pool)
+                    step.logits.block_until_ready()  # what still runs would delay the next step
                     state = self._with_options(state, stop) if stop < cut else state
             elif self._in_units:
                 table = None if self._table is None else self._table[None]
