@@ -68,7 +68,7 @@ class Engine:
                 stand still while a prompt is prefilled.
             prefix_memory: bytes of host memory for cached prefixes of earlier prompts; 0: none.
             prefix_dir: a folder for cached prefixes that several prompts share, for later engines; None: they stay in memory.
-            prefix_disk: bytes of that folder.
+            prefix_disk: most bytes of all files in that folder.
             max_queue: requests that may wait.
 
         Raises:

@@ -75,6 +75,9 @@ class FakeCore:
     def release(self, ticket) -> None:
         self.scheduler.release(ticket)
 
+    def close(self) -> None:
+        pass
+
     @property
     def is_free(self) -> bool:
         return not self.busy and sorted(self.scheduler._free) == [0, 1] and self.scheduler.extents.free == 5

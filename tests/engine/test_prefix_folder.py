@@ -5,10 +5,10 @@ import errno
 import json
 import os
 import re
+import shutil
 import stat
 import time
 
-import numpy as np
 import pytest
 
 import icejax
@@ -82,7 +82,7 @@ def stored(model, tmp_path_factory):
 def folder(stored, tmp_path):
     """A copy of `stored`."""
     (name,) = os.listdir(stored)
-    (tmp_path / name).mkdir()
+    (tmp_path / name).mkdir(mode=0o700)
     for path in files(stored):
         (tmp_path / name / path.name).write_bytes(path.read_bytes())
     return tmp_path
@@ -140,18 +140,19 @@ def test_a_prompt_that_two_others_go_on_from_is_stored_whole(model, tmp_path):
     assert not files(tmp_path)
     ask(core, PROMPTS[1])
     (_, about) = files(tmp_path)
-    fields = json.loads(about.read_text())
-    assert (fields["length"], fields["tail"]) == (300, DOCUMENT[256:])
+    assert json.loads(about.read_text())["length"] == 300
     other = [*DOCUMENT[:299], 1 - DOCUMENT[299] % 2, *families.tokens(20)]
     assert [ask(core_of(model, tmp_path), prompt)[0].cached_tokens for prompt in (PROMPTS[2], other)] == [300, 0]
 
 
-def test_files_are_the_users_alone_and_hold_no_whole_block_of_tokens(stored):
-    (folder,) = stored.iterdir()
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    for path in files(stored):
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert np.asarray(DOCUMENT[:256], "<i4").tobytes() not in path.read_bytes()
+def test_files_are_the_users_alone(model, folder, stored):
+    (inner,) = stored.iterdir()
+    assert stat.S_IMODE(inner.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files(stored)} == {0o600}
+    (inner,) = folder.iterdir()
+    inner.chmod(0o750)
+    with pytest.raises(InputError, match=f"others may read or write {inner}: remove it, or choose another prefix_dir"):
+        core_of(model, folder)
 
 
 @pytest.mark.parametrize(
@@ -168,13 +169,25 @@ def flip(path, at: int) -> None:
     path.write_bytes(data)
 
 
+def change(about, **changes) -> None:
+    fields = json.loads(about.read_text()) | changes
+    del fields["checksum"]
+    about.write_text(json.dumps(fields | {"checksum": prefix_folder._checksum(fields)}))
+
+
 DAMAGE = {
     "a byte of an array": (lambda arrays, about: flip(arrays, -1), "the bytes of .* are not those that were saved"),
     "an array too few": (lambda arrays, about: os.truncate(arrays, 100), "arrays has 100 bytes, expected"),
     "no arrays": (lambda arrays, about: arrays.unlink(), "No such file"),
-    "a byte of the description": (lambda arrays, about: flip(about, 20), "its description is not as it was saved|JSON"),
+    "a byte of the description": (lambda arrays, about: flip(about, -20), "its description is not as it was saved|is no JSON"),
+    "no text": (lambda arrays, about: about.write_bytes(b"\xff"), "its description is no JSON"),
     "no description": (lambda arrays, about: about.write_text("{}"), "its description is not as it was saved"),
-    "a description that is a folder": (lambda arrays, about: (about.unlink(), about.mkdir()), "is no file"),
+    "a pipe": (lambda arrays, about: (about.unlink(), os.mkfifo(about)), "its description is no file"),
+    "a length without end": (
+        lambda arrays, about: change(about, length=float("inf")),
+        "its description says no tokens and pages",
+    ),
+    "no tokens": (lambda arrays, about: change(about, length=0), "0 tokens and [0-9]+ pages cannot be"),
 }
 
 
@@ -188,40 +201,62 @@ def test_a_damaged_prefix_is_computed_anew(model, expected, folder, caplog, case
     assert answer.cached_tokens == 0
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert str(folder) in warning and re.search(message, warning)
-    assert not files(folder) or case == "a description that is a folder"
+    assert not files(folder)
 
 
 def test_an_array_of_another_kind_is_no_prefix(model, expected, folder, caplog):
     _, about = files(folder)
-    fields = json.loads(about.read_text())
-    del fields["checksum"]
-    name = next(name for name in fields["arrays"] if name.startswith("cache."))
-    fields["arrays"][name]["dtype"] = "int32"
-    about.write_text(json.dumps(fields | {"checksum": prefix_folder._checksum(fields)}))
+    arrays = json.loads(about.read_text())["arrays"]
+    name = next(name for name in arrays if name.startswith("cache."))
+    change(about, arrays=arrays | {name: arrays[name] | {"dtype": "int32"}})
     (answer,) = ask(core_of(model, folder), PROMPTS[2])
     assert_equal(answer, expected[2])
     assert f"{name} is int32" in caplog.text and answer.cached_tokens == 0
 
 
-def test_the_least_recently_used_goes_first(model, tmp_path):
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_the_least_recently_used_goes_first(model, tmp_path, in_memory):
     """Room for two prefixes: the first one stored has been used since, so the second one goes."""
-    core = core_of(model, tmp_path)
-    ask(core, *PROMPTS[:2])
+    first = core_of(model, tmp_path)
+    ask(first, *PROMPTS[:2])
     size = sum(path.stat().st_size for path in files(tmp_path))
+    disk = 2 * size + size // 2 + prefix_folder.ABOUT_BYTES
     documents = [families.tokens(300, seed=20 + i) for i in range(2)]
-    for document in documents:
-        core = core_of(model, tmp_path, disk=int(2.5 * size))
-        ask(core, [*document, 1], [*document, 2])
+    for document, prompt in zip(documents, PROMPTS[2:], strict=False):
+        ask(core_of(model, tmp_path, disk=disk), [*document, 1], [*document, 2])
         for path in files(tmp_path):
             os.utime(path, (path.stat().st_mtime - 100, path.stat().st_mtime - 100))
-        assert ask(core_of(model, tmp_path), PROMPTS[2])[0].cached_tokens == 256
+        assert ask(first if in_memory else core_of(model, tmp_path), prompt)[0].cached_tokens == 256
     held = [ask(core_of(model, tmp_path), [*document, 3])[0].cached_tokens for document in documents]
     assert held == [0, 256] and len(files(tmp_path)) == 4
+    core_of(model, tmp_path, disk=size + 100)
+    assert len(files(tmp_path)) == 2
 
 
-def test_a_prefix_beyond_the_bound_is_not_stored(model, tmp_path, caplog):
-    ask(core_of(model, tmp_path, disk=1000), *PROMPTS[:2])
-    assert not files(tmp_path) and "prefix_disk is 1000 bytes" in caplog.text
+def test_all_bytes_of_the_files_count(model, tmp_path, caplog):
+    ask(core_of(model, tmp_path), *PROMPTS[:2])
+    size = sum(path.stat().st_size for path in files(tmp_path))
+    for disk, count in ((size - 1, 0), (size + prefix_folder.ABOUT_BYTES, 2)):
+        core = core_of(model, tmp_path, disk=disk)
+        assert not files(tmp_path)
+        ask(core, *PROMPTS[:2])
+        assert len(files(tmp_path)) == count
+        core_of(model, tmp_path, disk=0)
+    assert f"prefix_disk leaves {size - 1} bytes" in caplog.text
+
+
+def test_a_disk_that_is_nearly_full_gets_room_by_the_oldest_prefix(model, folder, monkeypatch, caplog):
+    """Without a prefix to remove, nothing is written."""
+    usage = shutil.disk_usage(folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=prefix_folder.RESERVE))
+    old = {path.name for path in files(folder)}
+    document = families.tokens(300, seed=20)
+    monkeypatch.setattr(prefix_folder, "ABOUT_BYTES", 0)
+    ask(core_of(model, folder), [*document, 1], [*document, 2])
+    assert len(files(folder)) == 2 and not old & {path.name for path in files(folder)}
+    core = core_of(model, folder, disk=0)
+    ask(core, *PROMPTS[:2])
+    assert not files(folder) and "prefix_disk leaves 0 bytes" in caplog.text
 
 
 def test_a_full_disk_stops_no_answer(model, expected, tmp_path, caplog, monkeypatch):
@@ -229,9 +264,51 @@ def test_a_full_disk_stops_no_answer(model, expected, tmp_path, caplog, monkeypa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(prefix_folder.ArrayWriter, "write", full)
-    for answer, alone_answer in zip(ask(core_of(model, tmp_path), *PROMPTS[:2]), expected, strict=False):
+    for answer, alone_answer in zip(ask(core_of(model, tmp_path), *PROMPTS[:4]), expected, strict=False):
         assert_equal(answer, alone_answer)
-    assert not files(tmp_path) and "cannot be stored" in caplog.text and "No space left on device" in caplog.text
+    assert not files(tmp_path) and caplog.text.count("cannot be stored") == caplog.text.count("No space left on device") == 1
+
+
+def test_an_error_that_may_pass_removes_no_file(model, expected, folder, caplog, monkeypatch):
+    def failing(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    core = core_of(model, folder)
+    monkeypatch.setattr(prefix_folder.ArrayFile, "read", failing)
+    (answer,) = ask(core, PROMPTS[2])
+    assert_equal(answer, expected[2])
+    assert answer.cached_tokens == 0 and len(files(folder)) == 2 and "Too many open files" in caplog.text
+
+
+def test_what_another_engine_has_written_anew_is_not_removed(model, expected, folder, caplog):
+    core = core_of(model, folder)
+    _, about = files(folder)
+    fields = json.loads(about.read_text())
+    change(about, pages=fields["pages"] + 1)
+    (answer,) = ask(core, PROMPTS[2])
+    assert_equal(answer, expected[2])
+    assert answer.cached_tokens == 0 and len(files(folder)) == 2 and "another engine has written it anew" in caplog.text
+    assert ask(core_of(model, folder), PROMPTS[2])[0].cached_tokens == 256
+
+
+def test_a_prefix_that_another_engine_stored_is_not_written_again(model, tmp_path):
+    first, second = core_of(model, tmp_path), core_of(model, tmp_path)
+    ask(first, *PROMPTS[:2])
+    before = [(path.name, path.stat().st_ino) for path in files(tmp_path)]
+    assert ask(second, *PROMPTS[:2])[1].cached_tokens == 0
+    assert [(path.name, path.stat().st_ino) for path in files(tmp_path)] == before
+
+
+def test_a_folder_that_may_only_be_read_is_read(model, folder, monkeypatch):
+    monkeypatch.setattr(os, "utime", lambda path: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only file system")))
+    assert ask(core_of(model, folder), PROMPTS[2])[0].cached_tokens == 256
+
+
+def test_weights_that_differ_in_one_value_share_nothing(tmp_path_factory, folder):
+    model = families.load(families.build(families.row("qwen3-layer-types")), tmp_path_factory.mktemp("model"))
+    embedding = model.model.embed_tokens
+    embedding.weight[...] = embedding.weight[...].at[70, 3].add(1e-3)
+    assert ask(core_of(model, folder), PROMPTS[2])[0].cached_tokens == 0
 
 
 def test_a_cancelled_prompt_leaves_no_part_of_a_file(model, tmp_path):
@@ -244,11 +321,16 @@ def test_a_cancelled_prompt_leaves_no_part_of_a_file(model, tmp_path):
     assert part.name.startswith(".part.")
     core.release(ticket)
     assert not files(tmp_path)
+    core.submit(job(PROMPTS[2], **ANSWER))
+    while not files(tmp_path):
+        list(core.step())
+    core.close()
+    assert not files(tmp_path)
 
 
 def test_what_killed_writers_left_is_removed_after_a_day(model, folder):
     arrays, about = files(folder)
-    parts = [arrays.with_name(f".part.{arrays.name}.1"), arrays.with_name("0" * 64 + ".arrays")]
+    parts = [arrays.with_name(".part.1"), arrays.with_name("0" * 64 + ".arrays")]
     for part in parts:
         part.write_text("half")
     core_of(model, folder)

@@ -38,7 +38,7 @@ from icejax.engine.serving.prefixes import BLOCK, chain
 from icejax.engine.serving.route import Route
 from icejax.engine.serving.scheduler import Scheduler, Ticket, Work
 from icejax.engine.serving.start import RowStart
-from icejax.engine.snapshot.fingerprint import check_registered, fingerprint
+from icejax.engine.snapshot.fingerprint import check_registered, fingerprint, weights_sum
 from icejax.models.decoder import CausalLM
 from icejax.runtime.compile_clock import Mark
 
@@ -164,7 +164,7 @@ class Core:
             folder = None
             if prefix_dir is not None:
                 check_registered(policy)
-                identity = fingerprint(model, policy, tokenizer)
+                identity = fingerprint(model, policy, tokenizer) | {"weights": weights_sum(model)}
                 folder = PrefixFolder(prefix_dir, identity, self._row_plan, most_bytes=sizes.prefix_disk)
             self._prefix_cache = PrefixCache(self._row_plan, extents, prefix_bytes, folder)
         options = dict(share=share, most_waiting=most_waiting, prepare=self._prefix_cache and self._prefix_cache.prepare)
@@ -203,6 +203,11 @@ class Core:
         self.scheduler.ran(work, seconds)
         if work is Work.DECODE:
             self._step_s = seconds
+
+    def close(self) -> None:
+        """Ends a prefill that has not ended, with the files that it reads or writes."""
+        if self._start is not None:
+            self._start[1].close()
 
     def release(self, ticket: Ticket) -> None:
         """Takes a ticket out of the queue or the batch; a ticket that is over stays so."""

@@ -90,13 +90,14 @@ class PrefixCache:
             return
         growth = range(self._plan.prompt_pages, self._plan.pool.pages)
         pages = self._pages(route)
-        if isinstance(route.entry, StoredPrefix):  # that cannot be read is computed anew
+        if isinstance(route.entry, StoredPrefix):  # if it cannot be read, the whole prompt is computed: maybe more pages
             pages = max(pages, self._pages(Route(None, (len(ticket.request.tokens),))))
         ticket.wanted = row_extents(pages, growth, most=len(ticket.wanted))
         ticket.shared = None
         if isinstance(route.entry, Entry):
             pages = route.entry.pages  # the last of their extents is shared only if no text follows in it
             shares = np.arange(len(ticket.wanted)) < (pages // EXTENT if route.cuts else extents_for(pages))
+            shares &= np.arange(len(ticket.wanted)) < growth.start // EXTENT  # the row writes to the pages in `growth`
             ticket.shared, ticket.wanted = np.where(shares, route.entry.table, SCRATCH_EXTENT), ticket.wanted & ~shares
 
     def keep(self, tokens: Sequence[int], salt: str, count: int, row: DecodeState, logits: jax.Array) -> Entry | None:
@@ -121,13 +122,17 @@ class PrefixCache:
         return entry
 
     def to_disk(self, entry: Entry, pool: Callable[[], jax.Array | None]) -> Iterator[None]:
-        """Writes an entry behind which two prompts went on to the folder, if there is one; stops between two arrays.
+        """Writes an entry to the folder, if two prompts have gone on behind it; stops between two arrays.
 
         Args:
             pool: returns the pool as it is now.
         """
         if self.folder is not None and entry.followers >= 2:
+            if entry.is_written:
+                self.folder.touch(entry)
+                return
             yield from self.folder.write(entry, pool)
+            entry.is_written = True  # also behind an error of the disk, which would probably come again
 
     def _pages(self, route: Route) -> int:
         """Returns how many prompt pages a row takes that goes a route."""

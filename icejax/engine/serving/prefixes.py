@@ -41,6 +41,7 @@ class Entry:
         extends: whether other text may follow; False if the cache has evicted tokens, which this text would miss.
         key: the hash of its salt and whole blocks.
         followers: number of prompts that went on behind it.
+        is_written: whether it is on the disk, or could not be written.
     """
 
     tokens: np.ndarray
@@ -52,6 +53,7 @@ class Entry:
     extends: bool
     key: bytes
     followers: int
+    is_written: bool = False
 
     @property
     def length(self) -> int:

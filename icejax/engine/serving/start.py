@@ -110,9 +110,9 @@ class RowStart:
             else:
                 state, logits = loaded
         elif entry is not None:
+            yield
             entry.followers += bool(cuts)
             yield from self._to_disk(entry)
-            yield
             state, logits = self._restored(entry), jnp.asarray(entry.logits)
         if entry is not None:
             self.cached = entry.length

@@ -164,10 +164,14 @@ class EngineThread:
             LOG.error("the engine has failed: %s", error)
             failure = error
             traceback.clear_frames(error.__traceback__)  # they hold the core's arrays
+        core.close()
         del core
         with self._changed:
             self._closes, self._failure = True, failure
             handles = [*self._tickets, *(handle for handle, _ in self._new)]
+            self._tickets.clear()
+            self._new.clear()  # a handle holds the engine
+        atexit.unregister(self.close)
         for handle in handles:
             handle.put(self._error())
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -60,6 +61,27 @@ def fingerprint(model: CausalLM, policy: CachePolicy, tokenizer: Any) -> dict[st
         fields = {FACTORS: "by the text's length"} | fields
     fields |= {TOKENIZER: _tokenizer_sum(tokenizer), TEMPLATE: _template_sum(tokenizer)}
     return json.loads(json.dumps(fields, default=str))  # through JSON, to compare equal with a fingerprint read from disk
+
+
+def weights_sum(model: CausalLM) -> int:
+    """Returns a checksum of every value of the weights, for a cache that is used without a question.
+
+    Of experts in host memory, only the parts that are always on the device count.
+    """
+    offloads, total = any(layer.offloaded is not None for layer in model.model.layers), 0
+    for path, leaf in jax.tree.leaves_with_path(nnx.state(model)):
+        if not (offloads and ".experts." in jax.tree_util.keystr(path, simple=True, separator=".")):
+            total = zlib.crc32(np.asarray(_bit_sum(leaf)).tobytes(), total)
+    return total
+
+
+@jax.jit
+def _bit_sum(x: jax.Array) -> jax.Array:
+    """Returns the u32 sum of an array's bits, each value times its own odd number: a change of one value changes the sum."""
+    is_whole = jnp.issubdtype(x.dtype, jnp.integer)
+    bits = x if is_whole else jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    bits = bits.reshape(-1).astype(jnp.uint32)
+    return (bits * (jnp.arange(bits.size, dtype=jnp.uint32) * jnp.uint32(2654435762) + 1)).sum(dtype=jnp.uint32)
 
 
 def check_registered(policy: CachePolicy) -> None:
