@@ -6,7 +6,8 @@ Every part compares two times or rates of the same run; `ratio` is the median ov
 - `prefill`: a prompt of 8,192 tokens is prefilled while 4 rows decode. `itl`: the 99th percentile between tokens of these rows,
   over 0.150 s and their step without a prefill together; `ttft`: the prompt's first token, over the same in an idle engine
 - `lines`: answer tokens per second of 64 unlike requests in one stream, over batches of like length, one after another
-- `prefix`: the first token of a question about a stored document of 16,384 tokens, over the same without a store
+- `prefix`: the first token of a question about a stored document of 16,384 tokens, over the same without a store. `ttft`: the
+  document is in memory; `disk_ttft`: an engine that has just started reads it from the disk
 
 Prompts are random tokens of a fixed seed, and answers are greedy, without an end-of-text token, so counts do not depend on the
 model. The first round of every part compiles and is not timed; `compile_s` is what tracing and compiling took of the others'

@@ -29,6 +29,7 @@ BARS = {
     ("prefill", "ttft"): Bar(1.6),
     ("lines", "throughput"): Bar(1.5, is_least=True),
     ("prefix", "ttft"): Bar(1 / 20),
+    ("prefix", "disk_ttft"): Bar(1 / 5),
 }
 
 

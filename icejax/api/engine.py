@@ -9,6 +9,8 @@ with icejax.Engine(*icejax.load(FOLDER)) as engine:
 from __future__ import annotations
 
 import dataclasses
+import weakref
+from pathlib import Path
 from typing import Any
 
 from icejax.api.jobs import jobs_of
@@ -20,6 +22,7 @@ from icejax.checks.numbers import integer, is_unicode, number
 from icejax.engine.request import Prompt, Request, answer_options, requests
 from icejax.engine.serving.core import Core, CoreSizes
 from icejax.engine.serving.thread import EngineThread, Handle
+from icejax.files.atomic_folder import as_path
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 
@@ -49,6 +52,8 @@ class Engine:
         host_memory_limit: int | None = None,
         prefill_share: float = 0.7,
         prefix_memory: int = 2**30,
+        prefix_dir: str | Path | None = None,
+        prefix_disk: int = 2**36,
         max_queue: int = 256,
     ) -> None:
         """Allocates the cache and starts the thread.
@@ -61,11 +66,13 @@ class Engine:
             host_memory_limit: bytes of host memory that the cache may take; None: all free memory.
             prefill_share: most of the time that prefill may take while other rows decode, above 0 and up to 1; with 1 they
                 stand still while a prompt is prefilled.
-            prefix_memory: bytes of host memory for the beginnings of earlier prompts, whose caches are used again; 0: none.
+            prefix_memory: bytes of host memory for cached prefixes of earlier prompts; 0: none.
+            prefix_dir: a folder for cached prefixes that several prompts share, for later engines; None: they stay in memory.
+            prefix_disk: most bytes of all files in that folder.
             max_queue: requests that may wait.
 
         Raises:
-            InputError: an option is out of range, or the host has too little memory.
+            InputError: an option is out of range, the host has too little memory, or the folder cannot be used.
         """
         self._model, self._tokenizer, policy = model, tokenizer, checked_policy(cache)
         self.context_length, limit = check_context(model, context_length), devices.check_limit(host_memory_limit)
@@ -74,6 +81,10 @@ class Engine:
         integer("batch_size", batch_size, most=2**16)
         share = number("prefill_share", prefill_share, least=0, most=1, above=True)
         integer("prefix_memory", prefix_memory, least=0, most=2**60)
+        integer("prefix_disk", prefix_disk, least=0, most=2**60)
+        folder = None if prefix_dir is None else as_path(prefix_dir)
+        if folder is not None and not prefix_memory:
+            raise InputError("prefix_dir stores what prefix_memory holds, which is 0: give both, or leave prefix_dir out")
         integer("max_queue", max_queue, most=2**31)
         sizes = CoreSizes(
             places=batch_size,
@@ -82,9 +93,11 @@ class Engine:
             prompts=(self.context_length - 1,) * batch_size,
             joins=True,
             prefix_memory=prefix_memory,
+            prefix_disk=prefix_disk,
         )
-        options = dict(host_memory_limit=limit, share=share, most_waiting=max_queue)
-        self._thread = EngineThread(lambda: Core(model, tokenizer, policy, sizes, **options))
+        options = dict(host_memory_limit=limit, prefix_dir=folder, share=share, most_waiting=max_queue)
+        self._thread = EngineThread(lambda: Core(model, tokenizer, policy, sizes, **options), most_waiting=max_queue)
+        weakref.finalize(self, self._thread.close)  # a notebook that starts another engine has no memory for two
 
     def __enter__(self) -> Engine:
         return self
@@ -118,7 +131,9 @@ class Engine:
                 f"max_new_tokens is {asked} and the engine's rows have room for {self.max_new_tokens}: "
                 "ask for fewer, or start an engine with more"
             )
-        return self._thread.submit([dataclasses.replace(job, salt=cache_salt) for job in jobs])
+        handle = self._thread.submit([dataclasses.replace(job, salt=cache_salt) for job in jobs])
+        handle.engine = self
+        return handle
 
     def close(self) -> None:
         """Ends the thread after the present piece of work; requests that are not over raise RuntimeError for their readers."""

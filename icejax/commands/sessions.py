@@ -16,8 +16,8 @@ from icejax.checks.errors import InputError, printable, quoted, suggestion
 from icejax.commands.options import Parser
 from icejax.commands.phases import progress
 from icejax.commands.process import ending, write
+from icejax.engine.snapshot.fingerprint import Damaged, damaged
 from icejax.files.atomic_folder import claim, current_folder, marked_folders
-from icejax.session.fingerprint import Damaged, damaged
 from icejax.session.storage import ABOUT, ARRAYS, StoredSession, read_session
 
 HEAD = ["name", "size", "model", "cache", "tokens", "messages", "age"]

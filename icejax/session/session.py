@@ -18,13 +18,13 @@ from icejax.engine.decode.row import Row
 from icejax.engine.request import AnswerOptions, Request, answer_options
 from icejax.engine.response import GenerationResponse, join
 from icejax.engine.sampling import check_bias
+from icejax.engine.snapshot.fingerprint import check_registered, fingerprint
 from icejax.files.atomic_folder import Claim, as_claim, as_path, claim
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 from icejax.runtime.compile_clock import Mark
 from icejax.runtime.progress import Progress, prefilling
 from icejax.session import storage
-from icejax.session.fingerprint import check_registered, fingerprint
 from icejax.session.messages import asked, grow, has_answer, take_back, tell_anew
 from icejax.session.room import answer_limit, behind, of_whole_chat, outgrows, pool_is_full, saved_size
 from icejax.session.text_cache import TextCache

@@ -3,8 +3,6 @@
 `Session` and the commands call this. The description holds the name, dtype, shape and checksum of each array, so that arrays
 can be verified without a model, and its own checksum. Nothing is allocated before the arrays' names, dtypes and shapes match
 what this model, cache and length need. Arrays under `kept.` are skipped: later versions may store optional states there.
-
-Example: a row with 150 pages is saved as `pool.0` with 64 pages, `pool.1` with 64 and `pool.2` with 22.
 """
 
 from __future__ import annotations
@@ -26,21 +24,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from icejax.cache.pool import host_pool
-from icejax.cache.pool.extents import extents_for, table_for
-from icejax.cache.pool.page_format import bits_dtype
-from icejax.cache.protocol import CachePolicy, KVCache, Lengths
+from icejax.cache.pool.extents import table_for
+from icejax.cache.protocol import CachePolicy, KVCache
 from icejax.checks.errors import InputError
 from icejax.checks.json_file import MOST_BYTES
 from icejax.checks.numbers import POSITIONS
 from icejax.engine.plan import Plan
+from icejax.engine.snapshot.array_names import named_arrays
+from icejax.engine.snapshot.fingerprint import check_same, damaged, fingerprint, policy_of
+from icejax.engine.snapshot.row_arrays import Kinds, cache_kinds, empty_cache, pages_in, pages_out, pool_kinds, saved_extents
+from icejax.engine.snapshot.stored_arrays import ArrayFile, ArrayWriter, StoredArray, described_arrays
 from icejax.engine.trim import Joint, fits, is_joint
 from icejax.files.atomic_folder import current_folder
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
-from icejax.session.array_names import named_arrays
-from icejax.session.fingerprint import check_same, damaged, fingerprint, policy_of
 from icejax.session.messages import is_chat, is_template_variables
-from icejax.session.stored_arrays import ArrayFile, StoredArray, described_arrays, write_arrays
 
 VERSION = 16
 ABOUT, ARRAYS = "session.json", "arrays"
@@ -78,19 +76,16 @@ def write(
     part: Path, identity: dict[str, Any], about: SessionInfo, token_ids: Sequence[int], cache: KVCache, pool: jax.Array | None
 ) -> None:
     """Writes a session into the empty folder `part`; `identity` is its fingerprint."""
-    arrays = write_arrays(part / ARRAYS, _arrays(token_ids, cache, pool, about.pages))
-    fields = dict(version=VERSION, identity=identity, **dataclasses.asdict(about), arrays=arrays)
+    with open(part / ARRAYS, "wb") as file:
+        writer = ArrayWriter(file)
+        writer.write(TOKENS, np.asarray(token_ids, np.int32))
+        for name, leaf in named_arrays(replace(cache, table=None)):
+            writer.write(f"cache.{name}", np.asarray(leaf))
+        if pool is not None:
+            for (name, count), extent in zip(saved_extents(about.pages), np.asarray(cache.table)[0], strict=False):
+                writer.write(name, pages_out(pool, extent, count))
+    fields = dict(version=VERSION, identity=identity, **dataclasses.asdict(about), arrays=writer.described)
     (part / ABOUT).write_text(json.dumps(fields | {"checksum": _checksum(fields)}))
-
-
-def _arrays(token_ids: Sequence[int], cache: KVCache, pool: jax.Array | None, pages: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the names and arrays of a session in the order in which they are stored."""
-    yield TOKENS, np.asarray(token_ids, np.int32)
-    for name, leaf in named_arrays(replace(cache, table=None)):
-        yield f"cache.{name}", np.asarray(leaf)
-    if pool is not None:
-        for (name, count), extent in zip(_extents(pages), np.asarray(cache.table)[0], strict=False):
-            yield name, np.asarray(host_pool.read_extent(pool, jnp.int32(extent)))[:, :count]
 
 
 @dataclass(frozen=True)
@@ -131,25 +126,22 @@ class StoredSession:
         Raises:
             InputError: the file is damaged or missing, or the host has too little memory.
         """
-        about, empty = self.about, _empty(plan)
+        about, empty = self.about, empty_cache(plan)
         if about.pages > (plan.pool.pages if plan.pooled else 0):
             damaged(self.path, f"it has {about.pages} pages and there is no room for them")
-        cached, extents = named_arrays(empty), list(_extents(about.pages))
+        cached = cache_kinds(empty)
         with self.open() as file:
             file.expect(_kinds(plan, cached, tokens=about.tokens, pages=about.pages))
             token_ids = file.read(TOKENS)
             if token_ids.min() < 0 or token_ids.max() >= vocab_size:
                 damaged(self.path, "it has tokens that the model does not know")
-            leaves = [file.read(f"cache.{name}") for name, _ in cached]
+            leaves = [file.read(name) for name in cached]
             pool = table = None
             if plan.pooled:
                 count, table = table_for(plan.extents(about.first)[None])
-                shape = plan.pool_shape(count)
-                pool = host_pool.allocate(shape, plan.pool_dtype, limit=host_memory_limit)
-                for (name, count), extent in zip(extents, table[0], strict=False):
-                    bits = np.zeros(shape[1:], pool.dtype)
-                    bits[:, :count] = file.read(name)
-                    pool = host_pool.write_extent(pool, bits, jnp.int32(extent))
+                pool = host_pool.allocate(plan.pool_shape(count), plan.pool_dtype, limit=host_memory_limit)
+                for (name, _), extent in zip(saved_extents(about.pages), table[0], strict=False):
+                    pool = pages_in(pool, extent, file.read(name))
         # No aliasing: on CPU an array over numpy's memory could not be written in place.
         leaves = [jax.device_put(x, devices.device(), may_alias=False) for x in leaves]
         cache = jax.tree.unflatten(jax.tree.structure(empty), leaves)
@@ -172,17 +164,9 @@ class StoredSession:
             yield ArrayFile(self.path, file, self.arrays)
 
 
-def _kinds(plan: Plan, cached: Sequence[tuple[str, Any]], *, tokens: int, pages: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns dtype and shape, by name, of the arrays of a session with this plan and these lengths.
-
-    Args:
-        cached: the names and shapes of the cache's arrays.
-    """
-    kinds = {TOKENS: ("int32", (tokens,))} | {f"cache.{name}": (str(x.dtype), x.shape) for name, x in cached}
-    if plan.pooled:
-        shape, bits = plan.pool_shape(1), str(bits_dtype(plan.pool_dtype))
-        kinds |= {name: (bits, (shape[1], count, *shape[3:])) for name, count in _extents(pages)}
-    return kinds
+def _kinds(plan: Plan, cached: Kinds, *, tokens: int, pages: int) -> Kinds:
+    """Returns dtype and shape, by name, of the arrays of a session with this plan and these lengths."""
+    return {TOKENS: ("int32", (tokens,))} | cached | pool_kinds(plan, pages)
 
 
 def open_session(path: Path, model: CausalLM, tokenizer: Any, cache: CachePolicy | None) -> StoredSession:
@@ -229,7 +213,7 @@ def read_session(path: Path) -> StoredSession:
 
 def size(plan: Plan, *, tokens: int, pages: int) -> int:
     """Returns the bytes of the arrays of a session with this plan, this many tokens and pages."""
-    kinds = _kinds(plan, named_arrays(_empty(plan)), tokens=tokens, pages=pages)
+    kinds = _kinds(plan, cache_kinds(empty_cache(plan)), tokens=tokens, pages=pages)
     return sum(StoredArray(dtype, shape, 0).size for dtype, shape in kinds.values())
 
 
@@ -280,20 +264,3 @@ def _checked(path: Path, file: Path, *, max_bytes: float = math.inf) -> Path:
 
 def _checksum(fields: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
-
-
-def _empty(plan: Plan) -> KVCache:
-    """Returns shapes and dtypes of the device part of the cache."""
-
-    def init() -> KVCache:
-        return KVCache(
-            tuple(policy.init(plan.spec_of(i)) for i, policy in enumerate(plan.policies)), Lengths.none(plan.spec.batch_size)
-        )
-
-    return jax.eval_shape(init)
-
-
-def _extents(pages: int) -> Iterator[tuple[str, int]]:
-    """Yields the name and number of pages of each extent in which a row's first `pages` pages are saved."""
-    for i in range(extents_for(pages)):
-        yield f"pool.{i}", min(host_pool.EXTENT, pages - i * host_pool.EXTENT)

@@ -1,5 +1,7 @@
 """`icejax.Engine` with a model: requests of many threads are answered as `generate` answers them alone."""
 
+import gc
+import os
 import subprocess
 import sys
 import threading
@@ -91,6 +93,10 @@ def test_what_cannot_be_answered_is_refused_at_once(engine, case):
         (dict(batch_size=0), "batch_size must be at least 1, got 0"),
         (dict(context_length=1), "context_length must be at least 2, got 1"),
         (dict(prefix_memory=-1), "prefix_memory must be at least 0, got -1"),
+        (dict(prefix_disk=-1), "prefix_disk must be at least 0, got -1"),
+        (dict(prefix_dir=5), "the path of a folder must be a text or a path, got 5"),
+        (dict(prefix_dir="/nowhere", prefix_memory=0), "prefix_dir stores what prefix_memory holds, which is 0: give both"),
+        (dict(prefix_dir=os.devnull), "prefix_dir /dev/null cannot be used .*: choose another folder"),
         (dict(prefill_share=0), "prefill_share must be a number above 0 and at most 1, got 0"),
         (dict(max_queue=0), "max_queue must be at least 1, got 0"),
         (dict(max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
@@ -121,6 +127,16 @@ def test_a_failure_on_the_device_reaches_the_caller(bundled, monkeypatch):
     with pytest.raises(RuntimeError, match="^the engine has failed: out of memory$"):
         engine.submit("y")
     engine.close()
+
+
+def test_an_engine_that_nobody_holds_ends_behind_its_last_handle(bundled):
+    handle = icejax.Engine(*bundled, cache=Full(), batch_size=1, context_length=300).submit("import ", max_new_tokens=5)
+    thread = handle.engine._thread._thread
+    assert handle.result().token_ids == alone(bundled, "import ", max_new_tokens=5).token_ids and thread.is_alive()
+    del handle
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_a_closed_engine_says_so(bundled):

@@ -62,6 +62,8 @@ def test_every_row_has_its_figures(capsys):
         ("lines", "throughput", [1.49], ">= 1.5", False),
         ("prefix", "ttft", [0.05], "<= 0.05", True),
         ("prefix", "ttft", [0.051], "<= 0.05", False),
+        ("prefix", "disk_ttft", [0.2], "<= 0.2", True),
+        ("prefix", "disk_ttft", [0.21], "<= 0.2", False),
     ],
 )
 def test_the_median_ratio_is_held_against_the_bar(part, measure, ratios, bar, holds):
@@ -105,34 +107,38 @@ def test_batches_are_of_like_length():
     assert [[len(request.prompt) for request in group] for group in lines.batches(requests, 2)] == [[4, 5], [7, 8], [9]]
 
 
-def test_a_document_is_stored_before_its_questions_are_timed(monkeypatch, capsys):
-    asked, numbers = [], iter(range(1000))
+def test_a_document_is_stored_before_its_questions_are_timed(monkeypatch):
+    """Every question to the disk is the first one of its engine."""
+    asked, numbers, engines = [], iter(range(1000)), iter(range(10))
 
     class Asked:
         def __init__(self, store, prompt, new_tokens):
             asked.append((store, prompt))
-            self.ttft_s, self.newest = (0.1, SimpleNamespace(cached_tokens=2)) if store else (4.0, None)
+            self.ttft_s = (4.0, 0.1)[store] if store < 2 else 0.5
+            self.newest = SimpleNamespace(cached_tokens=2)
 
         def wait(self, tokens):
             return self
 
-    def engine(*, context, answer, batch_size, prefix_memory):
-        return contextlib.nullcontext(prefix_memory)
+    def engine(*, context, answer, batch_size, prefix_memory, prefix_dir=None):
+        assert (prefix_memory, prefix_dir is None) in ((0, True), (9, False))
+        return contextlib.nullcontext(next(engines))
 
     monkeypatch.setattr(prefix, "Asked", Asked)
     subject = SimpleNamespace(prompt=lambda tokens: [next(numbers) for _ in range(tokens)], engine=engine)
-    [row] = prefix.measure(subject, Sizes(document=2, question=1, repeats=2, prefix_memory=9))
+    memory, disk = prefix.measure(subject, Sizes(document=2, question=1, repeats=2, prefix_memory=9))
     assert asked[:3] == [(0, [0, 1, question]) for question in (2, 3, 4)]
-    assert asked[3:] == [(9, [0, 1, question]) for question in (5, 6, 6, 7, 8, 9)]
-    assert (row["stored_ttft_s"], row["without_ttft_s"], row["ratio"], row["holds"]) == (0.1, 4.0, 0.025, True)
-    assert (row["cached_tokens"], row["document"], row["question"]) == (2, 2, 1)
-    assert capsys.readouterr().err == "prefix, from disk: left out: the engine stores no prefixes on disk\n"
+    assert asked[3:9] == [(1, [0, 1, question]) for question in (5, 6, 6, 7, 8, 9)]
+    assert asked[9:] == [(2 + i, [0, 1, 10 + i]) for i in range(3)]
+    assert (memory["stored_ttft_s"], memory["without_ttft_s"], memory["ratio"], memory["holds"]) == (0.1, 4.0, 0.025, True)
+    assert (disk["stored_ttft_s"], disk["ratio"], disk["holds"]) == (0.5, 0.125, True)
+    assert (disk["cached_tokens"], disk["document"], disk["question"]) == (2, 2, 1)
 
 
 def test_a_stored_document_is_not_computed_anew(capsys):
     assert command.main([*TINY.split(), "--parts", "prefix", "--document", "300"]) == 0
-    row = json.loads(capsys.readouterr().out)
-    assert row["cached_tokens"] == 256 and row["compile_s"] < 0.1 and row["stored_ttft_s"] > 0  # a block has 256 tokens
+    for row in map(json.loads, capsys.readouterr().out.splitlines()):
+        assert row["cached_tokens"] == 256 and row["compile_s"] < 0.1 and row["stored_ttft_s"] > 0  # a block has 256 tokens
 
 
 def test_rows_that_end_too_early_are_a_line(capsys):

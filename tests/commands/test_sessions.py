@@ -13,9 +13,10 @@ import pytest
 from icejax.cache.registry import Full
 from icejax.commands import sessions
 from icejax.engine.plan import make_plan
+from icejax.engine.snapshot import row_arrays, stored_arrays
+from icejax.engine.snapshot.fingerprint import damaged, fingerprint
 from icejax.files.atomic_folder import claim
-from icejax.session import storage, stored_arrays
-from icejax.session.fingerprint import damaged, fingerprint
+from icejax.session import storage
 from tests.session.test_storage import fields_of, seal
 
 
@@ -24,7 +25,7 @@ def whole(bundled, tmp_path_factory):
     """The folder of a session of 13 tokens with random numbers in its cache; tests must not change it."""
     folder, rng = tmp_path_factory.mktemp("sessions"), np.random.default_rng(0)
     plan = make_plan(bundled[0], Full(), batch_size=1, prompt_tokens=9, new_tokens=91)
-    cache = jax.tree.map(lambda leaf: rng.integers(0, 99, leaf.shape).astype(leaf.dtype), storage._empty(plan))
+    cache = jax.tree.map(lambda leaf: rng.integers(0, 99, leaf.shape).astype(leaf.dtype), row_arrays.empty_cache(plan))
     about = storage.SessionInfo(context_length=100, first=9, tokens=13, pages=0, started=1234567890.25, messages=[])
     storage.write(folder, fingerprint(bundled[0], Full(), bundled[1]), about, range(13), cache, None)
     return folder

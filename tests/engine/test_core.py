@@ -1,5 +1,6 @@
 """The core: rows come and go, and each row's answer is that of its prompt alone."""
 
+import dataclasses
 import itertools
 
 import jax.numpy as jnp
@@ -305,6 +306,22 @@ def test_prompts_behind_a_cached_prefix_equal_themselves(model, name, places):
     for i in range(4):
         assert_equal(replies[i], expected[i])
     assert [replies[i].cached_tokens for i in range(4)] == [0, 0, 256, 256]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["clustered", "coded"])
+def test_answers_to_one_prompt_write_new_tokens_apart(model, name):
+    """A prompt of 48 pages, whose extent also holds the first pages of new tokens."""
+    sizes = dict(places=2, prompt_tokens=300, new_tokens=60, prompts=(300,) * 2, joins=True, samples=True)
+    core, prompt = Core(model, Letters(), CACHES[name], CoreSizes(**sizes)), families.tokens(300)
+    assert core.plan.prompt_pages == 48
+    options = dict(max_new_tokens=60, sampling=Sampling(temperature=1.0), logprobs=0)
+    for i in range(2):
+        core.submit(dataclasses.replace(job(prompt, i, **options), sample=i, samples=2))
+    replies = answers(core)
+    for i in range(2):
+        assert_equal(replies[i], alone(model, CACHES[name], prompt, index=i, context_length=400, **options))
+    assert replies[1].cached_tokens == 300
 
 
 @pytest.mark.slow

@@ -75,6 +75,9 @@ class FakeCore:
     def release(self, ticket) -> None:
         self.scheduler.release(ticket)
 
+    def close(self) -> None:
+        pass
+
     @property
     def is_free(self) -> bool:
         return not self.busy and sorted(self.scheduler._free) == [0, 1] and self.scheduler.extents.free == 5
@@ -281,6 +284,20 @@ def test_a_core_that_cannot_be_made_raises_at_once():
     with pytest.raises(InputError, match="the host has too little memory"):
         EngineThread(no_core)
     wait_until(lambda: "icejax-engine" not in {thread.name for thread in threading.enumerate()})
+
+
+def test_requests_that_the_thread_has_not_seen_count_as_waiting():
+    core = FakeCore()
+    thread = EngineThread(lambda: core, most_waiting=2)
+    core.gate.clear()
+    handles = [thread.submit(job("a"))]
+    wait_until(lambda: not thread._new)  # the thread stands before its first piece of work
+    handles += [thread.submit(job("b")), thread.submit(job("c"))]
+    with pytest.raises(InputError, match="2 requests wait already, as many as may: try again later"):
+        thread.submit(job("d"))
+    core.gate.set()
+    assert [handle.result().text for handle in handles] == [text_of(name) for name in "abc"]
+    thread.close()
 
 
 def test_a_handle_that_nobody_reads_stops_nobody(engine):

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 import icejax
 from icejax.cache.registry import Clustered
+from icejax.engine.snapshot import stored_arrays
+from icejax.engine.snapshot.fingerprint import Damaged
 from icejax.files.atomic_folder import claim
-from icejax.session import storage, stored_arrays
-from icejax.session.fingerprint import Damaged
+from icejax.session import storage
 from icejax.session.session import Session
 from tests.helpers.crash import Killed, file_limit, killed_at
 

@@ -12,11 +12,11 @@ callers that come at any time. One core owns the decoding batch, the pool and it
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,9 +33,12 @@ from icejax.engine.decode.step import DecodePrograms, DecodeState, Step
 from icejax.engine.plan import make_plan
 from icejax.engine.request import AnswerOptions
 from icejax.engine.serving.prefix_cache import PrefixCache, divided
-from icejax.engine.serving.prefixes import BLOCK
+from icejax.engine.serving.prefix_folder import PrefixFolder
+from icejax.engine.serving.prefixes import BLOCK, chain
+from icejax.engine.serving.route import Route
 from icejax.engine.serving.scheduler import Scheduler, Ticket, Work
-from icejax.engine.serving.start import Route, RowStart
+from icejax.engine.serving.start import RowStart
+from icejax.engine.snapshot.fingerprint import check_registered, fingerprint, weights_sum
 from icejax.models.decoder import CausalLM
 from icejax.runtime.compile_clock import Mark
 
@@ -71,10 +74,10 @@ class Job:
     sample: int = 0
     samples: int = 1
 
-    def row(self, tokenizer: Any, eos: tuple[int, ...], *, cached: int) -> Row:
-        """Returns the record of the row that answers the prompt, whose prefill begins now behind `prefix_cache` tokens."""
+    def row(self, tokenizer: Any, eos: tuple[int, ...]) -> Row:
+        """Returns the record of the row that answers the prompt, whose prefill begins now."""
         options = dict(index=self.index, number=self.number, logprobs=self.options.logprobs, started=self.started)
-        options |= dict(fed=len(self.tokens) - cached, sample=self.sample)
+        options |= dict(sample=self.sample)
         return Row(tokenizer, self.options.stop, eos, self.tokens.tolist(), self.limit, **options)
 
 
@@ -89,6 +92,7 @@ class CoreSizes:
         joins: whether a row may get the place of one that has ended.
         samples: whether some prompts have several answers, which share the prompt's pages.
         prefix_memory: bytes of host memory for cached prefixes; 0: no store.
+        prefix_disk: bytes of the disk for cached prefixes.
     """
 
     places: int
@@ -98,6 +102,7 @@ class CoreSizes:
     joins: bool
     samples: bool = False
     prefix_memory: int = 0
+    prefix_disk: int = 0
 
 
 class Core:
@@ -117,6 +122,7 @@ class Core:
         sizes: CoreSizes,
         *,
         host_memory_limit: int | None = None,
+        prefix_dir: Path | None = None,
         share: float = 1.0,
         most_waiting: int | None = None,
         progress: Callable[[int], None] | None = None,
@@ -126,12 +132,14 @@ class Core:
 
         Args:
             host_memory_limit: bytes of host memory that the pool may take; None: all free memory.
+            prefix_dir: the folder for cached prefixes; None: they stay in memory.
             share, most_waiting: as in `Scheduler`.
             progress: called with the number of layers that prompts have gone through, until the first decode step.
             watch: called with the state after every step.
 
         Raises:
-            InputError: the host has too little memory for the pool, or the cache does not fit the model.
+            InputError: the host has too little memory for the pool, the cache does not fit the model, or the folder cannot be
+                used.
         """
         tokens = dict(prompt_tokens=sizes.prompt_tokens, new_tokens=sizes.new_tokens)
         self.plan = make_plan(model, policy, batch_size=sizes.places, joins=sizes.joins, **tokens)
@@ -151,7 +159,14 @@ class Core:
             count += prefix_extents
             self.pool = host_pool.allocate(self.plan.pool_shape(count), self.plan.pool_dtype, limit=host_memory_limit)
             extents = Extents(count, nobodys=has_scratch)
-        self._prefix_cache = PrefixCache(self._row_plan, extents, prefix_bytes) if prefix_bytes else None
+        self._prefix_cache = None
+        if prefix_bytes:
+            folder = None
+            if prefix_dir is not None:
+                check_registered(policy)
+                identity = fingerprint(model, policy, tokenizer) | {"weights": weights_sum(model)}
+                folder = PrefixFolder(prefix_dir, identity, self._row_plan, most_bytes=sizes.prefix_disk)
+            self._prefix_cache = PrefixCache(self._row_plan, extents, prefix_bytes, folder)
         options = dict(share=share, most_waiting=most_waiting, prepare=self._prefix_cache and self._prefix_cache.prepare)
         self.scheduler = Scheduler(sizes.places, extents, **options)
         self._in_units = share < 1
@@ -189,12 +204,18 @@ class Core:
         if work is Work.DECODE:
             self._step_s = seconds
 
+    def close(self) -> None:
+        """Ends a prefill that has not ended, with the files that it reads or writes."""
+        if self._start is not None:
+            self._start[1].close()
+
     def release(self, ticket: Ticket) -> None:
         """Takes a ticket out of the queue or the batch; a ticket that is over stays so."""
         decoded = ticket.at in self.scheduler.decoding
         if decoded:
             self._loop.drop(ticket.at)
-        if ticket is self.scheduler.prefilling:
+        if ticket is self.scheduler.prefilling and self._start is not None:
+            self._start[1].close()
             self._start = None
         self.scheduler.release(ticket)
         if decoded and not self.scheduler.decoding:
@@ -220,21 +241,22 @@ class Core:
                 break
         if start.done:
             self._start = None
+            row.fed -= start.cached
+            if self._prefix_cache is not None:
+                self._prefix_cache.prefixes.hits += start.cached
             self._put(self.scheduler.prefilled(), row, *start.result())
 
     def _started(self, ticket: Ticket) -> tuple[Row, RowStart]:
         """Returns the record and the start of a row whose ticket has just got its place."""
-        job, keep = ticket.request, None
+        job, row_salt = ticket.request, None
         route = ticket.route or Route(None, (len(job.tokens),))
-        cached = 0 if route.entry is None else len(route.entry.tokens)
         if self._prefix_cache is not None:
-            self._prefix_cache.prefixes.see(job.tokens, job.salt)
-            self._prefix_cache.prefixes.hits += cached
+            self._prefix_cache.prefixes.see(chain(job.tokens, job.salt))
             if len(job.tokens) >= BLOCK or job.samples > 1:
-                keep = functools.partial(self._prefix_cache.keep, job.tokens, job.salt)
-        row = job.row(self._tokenizer, self.plan.eos_token_ids, cached=cached)
-        options = dict(sampling=job.options.sampling, draw=job.draw, in_units=self._in_units)
-        options |= dict(keep=keep, progress=self._tell_layer)
+                row_salt = job.salt
+        row = job.row(self._tokenizer, self.plan.eos_token_ids)
+        options = dict(sampling=job.options.sampling, draw=job.draw, in_units=self._in_units, progress=self._tell_layer)
+        options |= dict(prefixes=self._prefix_cache, salt=row_salt)
         return row, RowStart(self._model, self._row_plan, row.prompt, route, ticket.table, **options)
 
     def _put(self, ticket: Ticket, row: Row, state: DecodeState, step: Step) -> None:

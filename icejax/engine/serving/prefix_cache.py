@@ -1,13 +1,15 @@
 """Cached prefixes on the device's side: how a prompt uses the prefix store, and how a row's cache gets into it.
 
-The core calls it. Pages stay where they are in the pool, shared by their extents; the other arrays of a row are copied to host
-memory. A row never writes to an extent that it shares: what follows a beginning goes to extents of its own.
+The core and a row's start call it. Pages stay where they are in the pool, shared by their extents; the other arrays of a row
+are copied to host memory. A row never writes to an extent that it shares: what follows a cached prefix goes to extents of its
+own.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +19,16 @@ from icejax.cache.pool.extents import SCRATCH_EXTENT, Extents, extents_for, row_
 from icejax.cache.pool.host_pool import EXTENT
 from icejax.engine.batch import pages_used
 from icejax.engine.buckets import bucket
-from icejax.engine.decode.step import DecodeState, Step
+from icejax.engine.decode.step import DecodeState
 from icejax.engine.plan import Plan
 from icejax.engine.serving.cropped import crop
-from icejax.engine.serving.prefixes import BLOCK, Entry, Prefixes
+from icejax.engine.serving.prefix_folder import PrefixFolder, StoredPrefix
+from icejax.engine.serving.prefixes import BLOCK, Entry, Prefixes, chain
+from icejax.engine.serving.route import Route, pieces
 from icejax.engine.serving.scheduler import Ticket
-from icejax.engine.serving.start import Route, pieces
 
 LOG = logging.getLogger(__name__)
-POOL_SHARE = 0.75  # of the bytes for beginnings that go to the pool; digests and dense layers take the rest
+POOL_SHARE = 0.75  # of the bytes for prefixes that go to the pool; digests and dense layers take the rest
 
 
 def divided(plan: Plan, memory: int) -> tuple[int, int]:
@@ -41,24 +44,29 @@ class PrefixCache:
 
     Attributes:
         prefixes: the entries.
+        folder: the entries on the disk; None: no disk is used.
     """
 
-    def __init__(self, plan: Plan, extents: Extents | None, most_bytes: int) -> None:
-        """Begins with an empty store.
+    def __init__(self, plan: Plan, extents: Extents | None, most_bytes: int, folder: PrefixFolder | None = None) -> None:
+        """Begins with an empty store in memory.
 
         Args:
             plan: the plan of a batch of one row.
             extents: the extents of the pool, of which entries take those that no row needs; None without a pool.
             most_bytes: bytes of the entries' arrays.
         """
+        self.folder = folder
         self._plan, self._extents, self.prefixes = plan, extents, Prefixes(extents, most_bytes=most_bytes)
         self._evicts = any(policy.evicts for policy in plan.policies)
 
     def prepare(self, ticket: Ticket) -> None:
         """Sets a ticket's route and the extents that it needs, and forgets entries until so many extents are free."""
-        tokens, salt = ticket.request.tokens, ticket.request.salt
-        entry, shared = self.prefixes.find(tokens, salt)
-        held = 0 if entry is None else len(entry.tokens)
+        tokens, hashes = ticket.request.tokens, chain(ticket.request.tokens, ticket.request.salt)
+        entry, shared = self.prefixes.find(tokens, hashes)
+        stored = None if self.folder is None else self.folder.find(tokens, hashes)
+        if stored is not None and (entry is None or stored.length > entry.length):
+            entry = stored
+        held = 0 if entry is None else entry.length
         is_cut = held + BLOCK <= shared < len(tokens) and not self._evicts
         cuts = (shared, len(tokens)) if is_cut else (len(tokens),)
         whole, route = Route(None, (len(tokens),)), Route(entry, () if held == len(tokens) else cuts)
@@ -81,26 +89,50 @@ class PrefixCache:
         if not self._plan.pooled:
             return
         growth = range(self._plan.prompt_pages, self._plan.pool.pages)
-        ticket.wanted = row_extents(self._pages(route), growth, most=len(ticket.wanted))
+        pages = self._pages(route)
+        if isinstance(route.entry, StoredPrefix):  # if it cannot be read, the whole prompt is computed: maybe more pages
+            pages = max(pages, self._pages(Route(None, (len(ticket.request.tokens),))))
+        ticket.wanted = row_extents(pages, growth, most=len(ticket.wanted))
         ticket.shared = None
-        if route.entry is not None:
+        if isinstance(route.entry, Entry):
             pages = route.entry.pages  # the last of their extents is shared only if no text follows in it
             shares = np.arange(len(ticket.wanted)) < (pages // EXTENT if route.cuts else extents_for(pages))
+            shares &= np.arange(len(ticket.wanted)) < growth.start // EXTENT  # the row writes to the pages in `growth`
             ticket.shared, ticket.wanted = np.where(shares, route.entry.table, SCRATCH_EXTENT), ticket.wanted & ~shares
 
-    def keep(self, tokens: np.ndarray, salt: str, count: int, row: DecodeState, step: Step) -> None:
-        """Puts a row's cache, of the first `count` of its tokens, into the store; the row goes on."""
+    def keep(self, tokens: Sequence[int], salt: str, count: int, row: DecodeState, logits: jax.Array) -> Entry | None:
+        """Puts a row's cache, of the first `count` of its tokens, into the store, and returns the entry; the row goes on.
+
+        Args:
+            logits: f32[1, V], behind the last of these tokens.
+        """
         cache = jax.tree.map(lambda x: crop(np.asarray(x)), row.cache.layers)
         nbytes = sum(x.nbytes for x in jax.tree.leaves(cache) if isinstance(x, np.ndarray))
         if nbytes > self.prefixes.most_bytes:
             LOG.info("a prefix of %d tokens is not stored: its arrays take %d bytes", count, nbytes)
-            return
+            return None
         table, pages = None, 0
         if self._plan.pooled:
             table, pages = np.array(row.cache.table)[0], pages_used(row, self._plan)
             table = np.where(np.arange(len(table)) < extents_for(pages), table, SCRATCH_EXTENT)
-        fields = dict(table=table, pages=pages, logits=np.array(step.logits), extends=not self._evicts)
-        self.prefixes.add(Entry(np.array(tokens[:count]), cache, nbytes, **fields), salt)
+        fields = dict(table=table, pages=pages, logits=np.array(logits), extends=not self._evicts)
+        fields |= dict(key=chain(tokens[:count], salt)[-1], followers=2 if count < len(tokens) else 0)
+        entry = Entry(np.array(tokens[:count], np.int32), cache, nbytes, **fields)
+        self.prefixes.add(entry)
+        return entry
+
+    def to_disk(self, entry: Entry, pool: Callable[[], jax.Array | None]) -> Iterator[None]:
+        """Writes an entry to the folder, if two prompts have gone on behind it; stops between two arrays.
+
+        Args:
+            pool: returns the pool as it is now.
+        """
+        if self.folder is not None and entry.followers >= 2:
+            if entry.is_written:
+                self.folder.touch(entry)
+                return
+            yield from self.folder.write(entry, pool)
+            entry.is_written = True  # also behind an error of the disk, which would probably come again
 
     def _pages(self, route: Route) -> int:
         """Returns how many prompt pages a row takes that goes a route."""
@@ -109,7 +141,7 @@ class PrefixCache:
         if route.entry is None:
             pages, done, cuts = bucket(route.cuts[0]) // self._plan.page_size, route.cuts[0], route.cuts[1:]
         else:
-            pages, done, cuts = route.entry.pages, len(route.entry.tokens), route.cuts
+            pages, done, cuts = route.entry.pages, route.entry.length, route.cuts
         for cut in cuts:
             for start, stop in pieces(done, cut):
                 pages += self._plan.text_slots(stop - start) // self._plan.page_size

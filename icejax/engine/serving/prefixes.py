@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,9 @@ class Entry:
         pages: number of pages in use.
         logits: f32[1, V], the logits behind its last token, for a prompt that is the entry.
         extends: whether other text may follow; False if the cache has evicted tokens, which this text would miss.
+        key: the hash of its salt and whole blocks.
+        followers: number of prompts that went on behind it.
+        is_written: whether it is on the disk, or could not be written.
     """
 
     tokens: np.ndarray
@@ -47,6 +51,14 @@ class Entry:
     pages: int
     logits: Any
     extends: bool
+    key: bytes
+    followers: int
+    is_written: bool = False
+
+    @property
+    def length(self) -> int:
+        """Number of its tokens."""
+        return len(self.tokens)
 
 
 class Prefixes:
@@ -60,43 +72,45 @@ class Prefixes:
     def __init__(self, extents: Extents | None, *, most_bytes: int) -> None:
         """Begins with an empty store."""
         self._extents, self.most_bytes = extents, most_bytes
-        self._entries: OrderedDict[Entry, bytes] = OrderedDict()  # the last used at the end
+        self._entries: OrderedDict[Entry, None] = OrderedDict()  # the last used at the end
         self._by_blocks: dict[bytes, list[Entry]] = {}
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self.hits = 0
 
-    def find(self, tokens: np.ndarray, salt: str) -> tuple[Entry | None, int]:
-        """Returns the longest entry that a prompt begins with, and how many of its first tokens an earlier prompt had too."""
-        chain, best = _chain(tokens, salt), None
-        for count, key in enumerate(chain):
+    def find(self, tokens: np.ndarray, hashes: Sequence[bytes]) -> tuple[Entry | None, int]:
+        """Returns the longest entry that a prompt begins with, and how many of its first tokens an earlier prompt had too.
+
+        Args:
+            hashes: the prompt's, from `chain`.
+        """
+        best = None
+        for count, key in enumerate(hashes):
             for entry in self._by_blocks.get(key, ()):
                 fits = (0 if best is None else len(best.tokens)) < len(entry.tokens) <= len(tokens)
                 fits = fits and (entry.extends or len(entry.tokens) == len(tokens))
                 if fits and np.array_equal(entry.tokens[count * BLOCK :], tokens[count * BLOCK : len(entry.tokens)]):
                     best = entry
-        shared = max((count for count, key in enumerate(chain) if key in self._seen), default=0) * BLOCK
+        shared = max((count for count, key in enumerate(hashes) if key in self._seen), default=0) * BLOCK
         if best is not None:
             self._entries.move_to_end(best)
         return best, min(shared, len(tokens) - 1)
 
-    def see(self, tokens: np.ndarray, salt: str) -> None:
+    def see(self, hashes: Sequence[bytes]) -> None:
         """Remembers a prompt's blocks."""
-        for key in _chain(tokens, salt)[1:]:
+        for key in hashes[1:]:
             self._seen[key] = None
             self._seen.move_to_end(key)
         while len(self._seen) > MOST_SEEN:
             self._seen.popitem(last=False)
 
-    def add(self, entry: Entry, salt: str) -> None:
+    def add(self, entry: Entry) -> None:
         """Keeps an entry of at most `most_bytes`, unless it is there, and shares its extents."""
-        key = _chain(entry.tokens, salt)[-1]
-        same = (other for other in self._by_blocks.get(key, ()) if np.array_equal(other.tokens, entry.tokens))
-        if any(same):
+        if any(np.array_equal(other.tokens, entry.tokens) for other in self._by_blocks.get(entry.key, ())):
             return
         if entry.table is not None:
             self._extents.share(entry.table)
-        self._entries[entry] = key
-        self._by_blocks.setdefault(key, []).append(entry)
+        self._entries[entry] = None
+        self._by_blocks.setdefault(entry.key, []).append(entry)
         while self.nbytes > self.most_bytes:
             self.evict()
 
@@ -105,10 +119,10 @@ class Prefixes:
         entry = next((entry for entry in self._entries if entry is not keep), None)
         if entry is None:
             return False
-        key = self._entries.pop(entry)
-        self._by_blocks[key].remove(entry)
-        if not self._by_blocks[key]:
-            del self._by_blocks[key]
+        del self._entries[entry]
+        self._by_blocks[entry.key].remove(entry)
+        if not self._by_blocks[entry.key]:
+            del self._by_blocks[entry.key]
         if entry.table is not None:
             self._extents.give_back(entry.table)
         return True
@@ -119,10 +133,10 @@ class Prefixes:
         return sum(entry.nbytes for entry in self._entries)
 
 
-def _chain(tokens: np.ndarray, salt: str) -> list[bytes]:
+def chain(tokens: Sequence[int] | np.ndarray, salt: str) -> list[bytes]:
     """Returns the hashes of the salt alone, and behind each whole block of tokens."""
-    chain = [hashlib.sha256(salt.encode()).digest()]
+    hashes = [hashlib.sha256(salt.encode()).digest()]
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
         block = np.ascontiguousarray(tokens[start : start + BLOCK], "<i4").tobytes()
-        chain.append(hashlib.sha256(chain[-1] + block).digest())
-    return chain
+        hashes.append(hashlib.sha256(hashes[-1] + block).digest())
+    return hashes

@@ -29,6 +29,11 @@ class Work(enum.Enum):
     NOTHING = "nothing"
 
 
+def too_many_wait(count: int) -> str:
+    """Returns the message for a request that finds `count` others in a full queue."""
+    return f"{count} requests wait already, as many as may: try again later"
+
+
 @dataclass(eq=False)
 class Ticket:
     """A request on its way: it waits, is prefilled, decodes, and is over.
@@ -101,7 +106,7 @@ class Scheduler:
             InputError: too many tickets wait, or the pool can never hold the row.
         """
         if self._most_waiting is not None and len(self.waiting) >= self._most_waiting:
-            raise InputError(f"{len(self.waiting)} requests wait already, as many as may: try again later")
+            raise InputError(too_many_wait(len(self.waiting)))
         if ticket.wanted is not None and ticket.wanted.sum() > self._capacity:
             raise InputError(
                 f"the request needs {ticket.wanted.sum()} extents of host memory and the pool has {self._capacity}: "

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import numpy as np
 
 from icejax.cache.pool import host_pool
 from icejax.cache.protocol import KVCache, Lengths
+from icejax.checks.errors import InputError
 from icejax.engine.batch import pages_used
 from icejax.engine.decode.step import DecodeState, Step
 from icejax.engine.extend import extend
@@ -24,32 +26,16 @@ from icejax.engine.plan import Plan
 from icejax.engine.prefill import prefill
 from icejax.engine.sampling import Sampling, row_keys
 from icejax.engine.serving.cropped import Cropped, whole
+from icejax.engine.serving.prefix_cache import PrefixCache
+from icejax.engine.serving.prefix_folder import LOGITS, StoredPrefix
 from icejax.engine.serving.prefixes import Entry
+from icejax.engine.serving.route import Route, pieces
+from icejax.engine.snapshot.row_arrays import pages_in, saved_extents
 from icejax.engine.units.job import PrefillJob
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 
 LOG = logging.getLogger(__name__)
-PIECE = 512  # tokens of a text behind a cached prefix that are computed between two steps of other rows
-
-
-@dataclasses.dataclass(frozen=True)
-class Route:
-    """How a prompt gets into a cache.
-
-    Attributes:
-        entry: the cached prefix; None: no prefix is stored.
-        cuts: numbers of first tokens after which the cache is stored, in order; the last is the whole prompt's. None if the
-            cached prefix is the whole prompt.
-    """
-
-    entry: Entry | None
-    cuts: tuple[int, ...]
-
-
-def pieces(start: int, stop: int) -> list[tuple[int, int]]:
-    """Returns the beginnings and ends of the pieces in which the tokens from `start` to `stop` are computed."""
-    return [(first, min(first + PIECE, stop)) for first in range(start, stop, PIECE)]
 
 
 class RowStart:
@@ -57,6 +43,7 @@ class RowStart:
 
     Attributes:
         done: whether `result` is there.
+        cached: number of tokens that came from the prefix store.
     """
 
     def __init__(
@@ -70,7 +57,8 @@ class RowStart:
         sampling: Sampling,
         draw: tuple[int, int],
         in_units: bool,
-        keep: Callable[[int, DecodeState, Step], None] | None = None,
+        prefixes: PrefixCache | None = None,
+        salt: str | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         """Prepares the row; nothing runs yet.
@@ -80,12 +68,13 @@ class RowStart:
             tokens: the whole prompt.
             table: i32[X], the row's extents in the pool; None without a pool.
             in_units: whether the prefill runs in units inside a layer; False: it is one piece.
-            keep: called with the number of tokens in the cache, the row and its step, after each cut.
+            prefixes: the prefix store.
+            salt: salt of the entries that the row leaves in the store; None: it leaves none.
             progress: called with the number of layers done, where the prefill is one piece.
         """
         self._model, self._plan, self._tokens, self._route, self._table = model, plan, tokens, route, table
         self._sampling, self._draw, self._in_units = sampling, draw, in_units
-        self._keep, self._progress = keep, progress
+        self._prefixes, self._salt, self._progress, self.cached = prefixes, salt, progress, 0
         self._pool: jax.Array | None = None
         self._result: tuple[DecodeState, Step] | None = None
         self._pieces = self._run()
@@ -103,25 +92,41 @@ class RowStart:
         pool, self._pool = self._pool, None
         return pool
 
+    def close(self) -> None:
+        """Ends the row before its first token: files that are open are closed, and what is half-written is removed."""
+        self._pieces.close()
+
     def result(self) -> tuple[DecodeState, Step]:
         """Returns the row, and the step with its first token; called when done."""
         return self._result
 
     def _run(self) -> Iterator[None]:
         """Runs the pieces: a `yield` stands before every piece, and the code up to the next one is the piece."""
-        entry, end, state, step = self._route.entry, 0, None, None
-        if entry is not None:
+        entry, cuts, state, step = self._route.entry, self._route.cuts, None, None
+        if isinstance(entry, StoredPrefix):
+            loaded = yield from self._loaded(entry)
+            if loaded is None:
+                entry, cuts = None, (len(self._tokens),)
+            else:
+                state, logits = loaded
+        elif entry is not None:
             yield
-            state, end = self._restored(entry), len(entry.tokens)
-            LOG.info("%d of %d tokens are in the prefix store", end, len(self._tokens))
-            if end == len(self._tokens):
-                state, step = choose_from(jnp.asarray(entry.logits), state, self._plan)
-        for cut in self._route.cuts:
+            entry.followers += bool(cuts)
+            yield from self._to_disk(entry)
+            state, logits = self._restored(entry), jnp.asarray(entry.logits)
+        if entry is not None:
+            self.cached = entry.length
+            LOG.info("%d of %d tokens are in the prefix store", entry.length, len(self._tokens))
+            if not cuts:
+                state, step = choose_from(logits, state, self._plan)
+        end = self.cached
+        for cut in cuts:
             if state is not None:
                 for start, stop in pieces(end, cut):
                     yield
                     tokens = self._tokens[start:stop]
                     state, step, self._pool = extend(self._model, tokens, self._plan, state, self._pool)
+                    step.logits.block_until_ready()  # what still runs would delay the next step
                     state = self._with_options(state, stop) if stop < cut else state
             elif self._in_units:
                 table = None if self._table is None else self._table[None]
@@ -136,12 +141,42 @@ class RowStart:
                 into = None if self._table is None else (self._pool, self._table[None])
                 options = dict(sampling=[self._sampling], draws=[self._draw], progress=self._progress, into=into)
                 state, step, self._pool = prefill(self._model, [self._tokens[:cut]], self._plan, **options)
-            if self._keep is not None:
-                self._keep(cut, state, step)
+            yield from self._to_disk(self._keep(cut, state, step.logits))
             if cut < len(self._tokens):
                 state = self._with_options(self._before_text(state), cut)
             end = cut
         self._result = self._with_next_page(state, self._plan.prompt_pages), step
+
+    def _loaded(self, stored: StoredPrefix) -> Generator[None, None, tuple[DecodeState, jax.Array] | None]:
+        """Reads a cached prefix from the disk in pieces; returns the row and its logits, or None if it cannot be read."""
+        folder, leaves = self._prefixes.folder, []
+        try:
+            with folder.open(stored) as arrays:
+                yield
+                logits = jnp.asarray(arrays.read(LOGITS))
+                for leaf in folder.leaves(arrays):
+                    leaves.append(leaf)
+                    yield
+                if self._table is not None:
+                    for (name, _), extent in zip(saved_extents(stored.pages), self._table, strict=False):
+                        self._pool = pages_in(self._pool, extent, arrays.read(name))
+                        yield
+        except (InputError, OSError) as error:
+            folder.forget(stored, error)
+            return None
+        state = self._row_of(folder.layers(leaves), stored.length, stored.pages)
+        self._keep(stored.length, state, logits)
+        return state, logits
+
+    def _keep(self, count: int, state: DecodeState, logits: jax.Array) -> Entry | None:
+        """Puts the cache of the first `count` tokens into the store; returns its entry, or None."""
+        return None if self._salt is None else self._prefixes.keep(self._tokens, self._salt, count, state, logits)
+
+    def _to_disk(self, entry: Entry | None) -> Iterator[None]:
+        """Writes an entry to the disk in pieces, if it belongs there."""
+        if entry is not None:
+            for _ in self._prefixes.to_disk(entry, lambda: self._pool):
+                yield
 
     def _before_text(self, state: DecodeState) -> DecodeState:
         """Returns a row whose later text goes to prompt pages, as the pages behind them are filled by new tokens."""
@@ -163,14 +198,18 @@ class RowStart:
         if is_copied:
             bits = host_pool.read_extent(self._pool, jnp.int32(entry.table[last]))
             self._pool = host_pool.write_extent(self._pool, bits, jnp.int32(self._table[last]))
-        cache = jax.tree.map(whole, entry.cache, is_leaf=lambda x: isinstance(x, Cropped))
+        return self._row_of(entry.cache, entry.length, entry.pages)
+
+    def _row_of(self, layers: tuple[Any, ...], tokens: int, pages: int) -> DecodeState:
+        """Returns the row whose cache has these layers, cropped, and so many tokens and pages."""
+        cache = jax.tree.map(whole, layers, is_leaf=lambda x: isinstance(x, Cropped))
         layers = jax.device_put(cache, devices.device(), may_alias=False)
         table = None if self._table is None else jnp.asarray(self._table[None])
-        tokens, zeros = jnp.asarray([len(entry.tokens)], jnp.int32), jnp.zeros(1, jnp.int32)
-        cache = KVCache(layers, Lengths.of(tokens, entry.pages), table)
+        counts, zeros = jnp.asarray([tokens], jnp.int32), jnp.zeros(1, jnp.int32)
+        cache = KVCache(layers, Lengths.of(counts, pages), table)
         # Draws count from the end of the prompt, as behind a prefill.
-        state = DecodeState(cache, zeros, zeros > 0, row_keys([self._draw]), jnp.copy(tokens))
-        return self._with_options(state, len(entry.tokens))
+        state = DecodeState(cache, zeros, zeros > 0, row_keys([self._draw]), jnp.copy(counts))
+        return self._with_options(state, tokens)
 
     def _with_options(self, state: DecodeState, tokens: int) -> DecodeState:
         """Returns a row of so many tokens with the request's key and options, for `extend` to draw the first token with."""

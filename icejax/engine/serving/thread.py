@@ -13,12 +13,13 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from icejax.checks.errors import InputError
 from icejax.engine.decode.loop import Outcome
 from icejax.engine.response import GenerationResponse, joined
 from icejax.engine.serving.core import Core, Job
-from icejax.engine.serving.scheduler import Ticket
+from icejax.engine.serving.scheduler import Ticket, too_many_wait
 
 LOG = logging.getLogger(__name__)
 CLOSED = "the engine is closed: start another one"
@@ -28,7 +29,12 @@ class Handle:
     """A request that an engine answers: iterate over it for the pieces of the answer, or take the whole `result`.
 
     Each iteration begins with the first piece, and any thread may read. A handle holds at most one piece per answer token.
+
+    Attributes:
+        engine: the caller's engine, which lives as long as a handle of it.
     """
+
+    engine: Any = None
 
     def __init__(self, cancel: Callable[[Handle], None], answers: int) -> None:
         self._pieces: list[Outcome | RuntimeError | None] = []
@@ -86,8 +92,13 @@ class Handle:
 class EngineThread:
     """Drives a core in a thread of its own, until it is closed or the core fails."""
 
-    def __init__(self, make_core: Callable[[], Core]) -> None:
-        """Starts the thread, which makes the core; raises what that raises."""
+    def __init__(self, make_core: Callable[[], Core], *, most_waiting: int | None = None) -> None:
+        """Starts the thread, which makes the core; raises what that raises.
+
+        Args:
+            most_waiting: most answers that the thread has not looked at yet; the core counts the others. None: any number.
+        """
+        self._most_waiting = most_waiting
         self._changed = threading.Condition()
         self._new: deque[tuple[Handle, Sequence[Job]]] = deque()
         self._cancelled: deque[Handle] = deque()
@@ -105,12 +116,16 @@ class EngineThread:
         """Puts the jobs of one request at the end of the queue.
 
         Raises:
+            InputError: too many answers wait.
             RuntimeError: the engine is closed, or has failed.
         """
         handle = Handle(self._cancel, len(jobs))
         with self._changed:
             if self._closes:
                 raise self._error()
+            waiting = sum(len(others) for _, others in self._new)
+            if self._most_waiting is not None and waiting >= self._most_waiting:
+                raise InputError(too_many_wait(waiting))
             self._new.append((handle, jobs))
             self._changed.notify()
         return handle
@@ -120,7 +135,8 @@ class EngineThread:
         with self._changed:
             self._closes = True
             self._changed.notify()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # which may collect an engine that nobody holds
+            self._thread.join()
         atexit.unregister(self.close)
 
     def _cancel(self, handle: Handle) -> None:
@@ -148,25 +164,33 @@ class EngineThread:
             LOG.error("the engine has failed: %s", error)
             failure = error
             traceback.clear_frames(error.__traceback__)  # they hold the core's arrays
+        core.close()
         del core
         with self._changed:
             self._closes, self._failure = True, failure
             handles = [*self._tickets, *(handle for handle, _ in self._new)]
+            self._tickets.clear()
+            self._new.clear()  # a handle holds the engine
+        atexit.unregister(self.close)
         for handle in handles:
             handle.put(self._error())
 
     def _drive(self, core: Core) -> None:
         """Works until the engine closes."""
         while self._take_changes(core):
-            for ticket, outcome in core.step():
-                handle = ticket.owner
-                handle.put(outcome)
-                if isinstance(outcome, InputError):
-                    self._drop(core, handle)
-                elif outcome.finish_reason is not None:
-                    self._tickets[handle].remove(ticket)
-                    if not self._tickets[handle]:
-                        del self._tickets[handle]
+            self._work(core)  # a function of its own: what this thread names while it waits is not collected
+
+    def _work(self, core: Core) -> None:
+        """Does one piece of work, and hands the outcomes to the handles."""
+        for ticket, outcome in core.step():
+            handle = ticket.owner
+            handle.put(outcome)
+            if isinstance(outcome, InputError):
+                self._drop(core, handle)
+            elif outcome.finish_reason is not None:
+                self._tickets[handle].remove(ticket)
+                if not self._tickets[handle]:
+                    del self._tickets[handle]
 
     def _take_changes(self, core: Core) -> bool:
         """Waits until there is something to do, and hands what callers asked for to the core; False: the engine closes."""

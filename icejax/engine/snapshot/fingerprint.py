@@ -1,6 +1,7 @@
-"""Fingerprint of a session: the model, cache options, tokenizer and chat template that it was saved with.
+"""Fingerprint of a saved cache: the model, cache options, tokenizer and chat template that it was saved with.
 
-`Session.save` writes it; `storage.open_session` compares it with the fingerprint of the model and tokenizer at hand.
+`Session.save` writes it, and `storage.open_session` compares it with the fingerprint of the model and tokenizer at hand.
+`serving.prefix_folder` names a folder by it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -61,10 +63,31 @@ def fingerprint(model: CausalLM, policy: CachePolicy, tokenizer: Any) -> dict[st
     return json.loads(json.dumps(fields, default=str))  # through JSON, to compare equal with a fingerprint read from disk
 
 
+def weights_sum(model: CausalLM) -> int:
+    """Returns a checksum of every value of the weights, for a cache that is used without a question.
+
+    Of experts in host memory, only the parts that are always on the device count.
+    """
+    offloads, total = any(layer.offloaded is not None for layer in model.model.layers), 0
+    for path, leaf in jax.tree.leaves_with_path(nnx.state(model)):
+        if not (offloads and ".experts." in jax.tree_util.keystr(path, simple=True, separator=".")):
+            total = zlib.crc32(np.asarray(_bit_sum(leaf)).tobytes(), total)
+    return total
+
+
+@jax.jit
+def _bit_sum(x: jax.Array) -> jax.Array:
+    """Returns the u32 sum of an array's bits, each value times its own odd number: a change of one value changes the sum."""
+    is_whole = jnp.issubdtype(x.dtype, jnp.integer)
+    bits = x if is_whole else jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    bits = bits.reshape(-1).astype(jnp.uint32)
+    return (bits * (jnp.arange(bits.size, dtype=jnp.uint32) * jnp.uint32(2654435762) + 1)).sum(dtype=jnp.uint32)
+
+
 def check_registered(policy: CachePolicy) -> None:
-    """Raises InputError for a policy that has no name, by which a saved session would find it."""
+    """Raises InputError for a policy that has no name, by which a saved cache would find it."""
     if name_of(policy) is None:
-        raise InputError(f"a session with a {type(policy).__name__} cache cannot be saved: register it in icejax.POLICIES")
+        raise InputError(f"a {type(policy).__name__} cache cannot be saved: register it in icejax.POLICIES")
 
 
 def _tokenizer_sum(tokenizer: Any) -> int:

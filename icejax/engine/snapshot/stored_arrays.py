@@ -1,6 +1,7 @@
-"""The file of a saved session's arrays: their bytes one after another, described by name, dtype, shape and checksum.
+"""A file of named arrays: their bytes one after another, described by name, dtype, shape and checksum.
 
-`storage` writes and reads it. Example: an array of 12 bytes and one of 8: the second starts at byte 12, the file has 20 bytes.
+`session.storage` and `serving.prefix_folder` write and read it. Example: an array of 12 bytes and one of 8: the second starts
+at byte 12, the file has 20 bytes.
 """
 
 from __future__ import annotations
@@ -8,14 +9,14 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from icejax.session.fingerprint import damaged
+from icejax.engine.snapshot.fingerprint import damaged
 
 OPTIONAL = "kept."  # prefix of the names of arrays that a reader may skip
 BLOCK = 2**25  # bytes that are read at once to verify an array
@@ -41,15 +42,21 @@ class StoredArray(NamedTuple):
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
-def write_arrays(path: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> dict[str, dict[str, Any]]:
-    """Writes the arrays' bytes one after another; returns each array's description by name."""
-    described = {}
-    with open(path, "wb") as file:
-        for name, array in arrays:
-            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            described[name] = StoredArray(str(array.dtype), array.shape, zlib.crc32(data))._asdict()
-            file.write(data)
-    return described
+class ArrayWriter:
+    """Writes arrays into an open file, one after another.
+
+    Attributes:
+        described: each array's description by name.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.described = file, dict[str, dict[str, Any]]()
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        """Writes the array's bytes at the end of the file."""
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self.described[name] = StoredArray(str(array.dtype), array.shape, zlib.crc32(data))._asdict()
+        self._file.write(data)
 
 
 def described_arrays(path: Path, described: Any) -> dict[str, StoredArray]:
