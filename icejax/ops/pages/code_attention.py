@@ -1,7 +1,7 @@
 """Attention to tokens in codes of a few bits: which of them weigh most, and what all others contribute.
 
-Policy Packed calls it in a decode step. Codes are [B, K, P, ...]; they are decoded in parts, so that
-decoded keys or values of all pages never exist together.
+Policy Packed calls it in a decode step. Codes are [B, K, P, ...]; they are decoded in parts. Compiled for a GPU, a step still
+holds several decoded parts at once: 0.85 GB of temporary memory at 131,072 tokens of Llama-3.1-8B.
 """
 
 from __future__ import annotations
