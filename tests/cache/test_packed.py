@@ -17,8 +17,8 @@ from tests.reference import packed as reference
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codes", [4, 3])
-def test_200_steps_equal_the_reference(monkeypatch, codes):
+@pytest.mark.parametrize(("codes", "atol"), [(4, tolerances.CODES), (3, tolerances.EXACT)], ids=["4", "3"])
+def test_200_steps_equal_the_reference(monkeypatch, codes, atol):
     """Codes decoded in six parts, twelve flushes and three compactions; long and short prompts."""
     monkeypatch.setattr(harness, "PROMPT", 1024)
     monkeypatch.setattr(code_attention, "LEAST", 16)
