@@ -2,7 +2,7 @@
 
 Policy Coded's index encodes pages [B, K, P, p, H]; the policy decodes the pages it ranks. Keys are quantised per channel as in
 KIVI (arXiv 2402.02750), here within a page, whose keys are similar. A channel's offset and step are then fitted to its keys by
-least squares.
+least squares. Values are encoded by the same functions, or by token (`encode_by_token`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt
 
-BITS = (1, 2, 4)
+from icejax.ops.pages.digests import NARROW, Vectors
+
+BITS = (1, 2, 4)  # of policy Coded
+FIELDS = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}  # a code of 3 bits is packed as its low 2 bits and its high bit
+GROUP = 32  # channels of a token that share an offset and a step, as in KIVI
 TOGETHER = 128  # pages encoded at a time; all at once would need an fp32 copy of the keys
 
 
@@ -25,13 +29,13 @@ class KeyCodes:
     Attributes:
         codes: codes of a page, slot after slot; a byte holds channels c, c + H * bits / 8, and so on. Of 4 bits and H = 4 the
             codes 1, 2, 3, 4 are the bytes 1 + 16 * 3 = 49 and 2 + 16 * 4 = 66.
-        low: the value of code 0, per channel.
+        low: the value of code 0, per channel; `Vectors` in a dtype of `NARROW`.
         step: the difference between neighbouring codes, per channel.
     """
 
     codes: jax.Array  # u8[B, K, P, p * H * bits / 8], H filled up to whole bytes
-    low: jax.Array  # dtype[B, K, P, H]
-    step: jax.Array  # dtype[B, K, P, H]
+    low: jax.Array | Vectors  # dtype[B, K, P, H]
+    step: jax.Array | Vectors  # dtype[B, K, P, H]
 
 
 def empty_codes(shape: tuple[int, int, int], page_size: int, size: int, bits: int, dtype: str) -> KeyCodes:
@@ -40,30 +44,86 @@ def empty_codes(shape: tuple[int, int, int], page_size: int, size: int, bits: in
     return KeyCodes(jnp.zeros((*shape, page_size * _bytes(size, bits)), jnp.uint8), nothing, nothing)
 
 
-def encode_keys(k: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"], bits: int) -> KeyCodes:
-    """Returns the codes of pages, with `low` and `step` in the dtype of `k`; slots outside `mask` are not read."""
+def encode_keys(k: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"], bits: int, scales: str | None = None) -> KeyCodes:
+    """Returns the codes of pages; slots outside `mask` are not read.
+
+    Args:
+        scales: dtype of `low` and `step`, which are rounded before the codes are chosen; None: the dtype of `k`, and the codes
+            are those of the unrounded line.
+    """
 
     def page(x: tuple[jax.Array, jax.Array]) -> KeyCodes:
         valid, max_code = x[1][..., None], 2**bits - 1
         keys = jnp.clip(jnp.where(valid, x[0], 0).astype(jnp.float32), -3e38, 3e38)
         least, largest = (f(jnp.where(valid, keys, fill), axis=2) for f, fill in ((jnp.min, jnp.inf), (jnp.max, -jnp.inf)))
         least, largest = (jnp.where(x[1].any(-1)[..., None], y, 0) for y in (least, largest))
-        ratio = (keys - least[:, :, None]) / jnp.maximum(largest - least, 1e-30)[:, :, None]
-        codes = jnp.where(valid, jnp.round(jnp.clip(ratio, 0, 1) * max_code), 0)
-        low, step = _nearest_line(codes, keys, x[1].astype(jnp.float32)[..., None])
-        return KeyCodes(_packed(codes.astype(jnp.uint8), bits), low.astype(k.dtype), step.astype(k.dtype))
+        codes = _nearest_codes(keys, valid, least, largest - least, max_code)
+        line = _nearest_line(codes, keys, x[1].astype(jnp.float32)[..., None])
+        low, step = (y.astype(k.dtype) if scales is None else _stored(y, scales) for y in line)
+        if scales is not None:
+            first, width = _read(low).astype(jnp.float32), _read(step).astype(jnp.float32) * max_code
+            codes = _nearest_codes(keys, valid, first, width, max_code)
+        return KeyCodes(_packed(codes.astype(jnp.uint8), bits), low, step)
 
     by_page = jax.lax.map(page, (k.transpose(2, 0, 1, 3, 4), mask.transpose(2, 0, 1, 3)), batch_size=TOGETHER)
-    return jax.tree.map(lambda x: x.transpose(1, 2, 0, 3), by_page)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), by_page)
 
 
-def decode_keys(codes: KeyCodes, page_size: int, bits: int) -> Float[Array, "B K P p H"]:
-    """Returns the decoded keys, in the dtype of `low`; empty slots hold `low`."""
-    size = codes.low.shape[-1]
+def decode_keys(codes: KeyCodes, page_size: int, bits: int, dtype: str | None = None) -> Float[Array, "B K P p H"]:
+    """Returns the decoded keys; empty slots hold `low`.
+
+    Args:
+        dtype: dtype of the decoded keys and of the arithmetic; None: that of `low`, fp32 if it is narrow.
+    """
+    low, step = (_read(x) if dtype is None else _read(x).astype(dtype) for x in (codes.low, codes.step))
     packed = codes.codes.reshape(*codes.codes.shape[:3], page_size, -1)
-    parts = [packed >> shift & (2**bits - 1) for shift in range(0, 8, bits)]
-    channel_codes = jnp.concatenate(parts, axis=-1)[..., :size].astype(codes.low.dtype)
-    return codes.low[..., None, :] + channel_codes * codes.step[..., None, :]
+    return low[..., None, :] + _unpacked(packed, low.shape[-1], bits).astype(low.dtype) * step[..., None, :]
+
+
+def encode_by_token(
+    v: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"], bits: int, scales: str | None = None
+) -> KeyCodes:
+    """Returns codes with a `low` and a `step` per token and `GROUP` channels; slots outside `mask` are not read.
+
+    A page's group of channels is a page of its own, whose slots are the channels and whose channels are the tokens: a page of
+    16 tokens of 64 channels has two, each with 32 slots of 16 channels.
+    """
+    batch, heads, pages, page_size, size = v.shape
+    groups = -(-size // GROUP)
+    v = jnp.pad(jnp.where(mask[..., None], v, 0), [(0, 0)] * 4 + [(0, groups * GROUP - size)])
+    v = v.reshape(batch, heads, pages, page_size, groups, GROUP).transpose(0, 1, 2, 4, 5, 3)
+    channels = (jnp.arange(groups * GROUP) < size).reshape(groups, GROUP)
+    channels = jnp.broadcast_to(channels, (batch, heads, pages, groups, GROUP)).reshape(batch, heads, -1, GROUP)
+    return encode_keys(v.reshape(batch, heads, -1, GROUP, page_size), channels, bits, scales)
+
+
+def decode_by_token(codes: KeyCodes, size: int, bits: int, dtype: str | None = None) -> Float[Array, "B K P p H"]:
+    """Returns the decoded values, of `size` channels; values of empty slots are 0."""
+    v = decode_keys(codes, GROUP, bits, dtype)
+    batch, heads, _, _, page_size = v.shape
+    v = v.reshape(batch, heads, -1, -(-size // GROUP), GROUP, page_size).transpose(0, 1, 2, 5, 3, 4)
+    return v.reshape(*v.shape[:4], -1)[..., :size]
+
+
+def _nearest_codes(
+    keys: Float[Array, "B K p H"],
+    valid: Bool[Array, "B K p 1"],
+    low: Float[Array, "B K H"],
+    width: Float[Array, "B K H"],
+    max_code: int,
+) -> Float[Array, "B K p H"]:
+    """Returns the nearest of the codes 0 to `max_code`, which stand for values from `low` to `low + width`."""
+    ratio = (keys - low[:, :, None]) / jnp.maximum(width, 1e-30)[:, :, None]
+    return jnp.where(valid, jnp.round(jnp.clip(ratio, 0, 1) * max_code), 0)
+
+
+def _stored(x: Float[Array, "B K H"], dtype: str) -> jax.Array | Vectors:
+    vectors = Vectors.store(x, dtype)
+    return vectors if dtype in NARROW else vectors.data
+
+
+def _read(x: jax.Array | Vectors) -> jax.Array:
+    return x.read() if isinstance(x, Vectors) else x
 
 
 def _nearest_line(
@@ -79,12 +139,26 @@ def _nearest_line(
 
 def _packed(codes: UInt[Array, "B K p H"], bits: int) -> UInt[Array, "B K n"]:
     """Returns the codes packed into bytes, slot after slot."""
-    missing = _bytes(codes.shape[-1], bits) * (8 // bits) - codes.shape[-1]
-    codes = jnp.pad(codes, [(0, 0)] * 3 + [(0, missing)])
-    parts = jnp.split(codes, 8 // bits, axis=-1)
-    return sum(part << i * bits for i, part in enumerate(parts)).astype(jnp.uint8).reshape(*codes.shape[:2], -1)
+    fields, low_bits = [], 0
+    for field in FIELDS[bits]:
+        missing = _bytes(codes.shape[-1], field) * (8 // field) - codes.shape[-1]
+        values = jnp.pad(codes >> low_bits & (2**field - 1), [(0, 0)] * 3 + [(0, missing)])
+        parts = jnp.split(values, 8 // field, axis=-1)
+        fields.append(sum(part << i * field for i, part in enumerate(parts)))
+        low_bits += field
+    return jnp.concatenate(fields, axis=-1).astype(jnp.uint8).reshape(*codes.shape[:2], -1)
+
+
+def _unpacked(packed: UInt[Array, "B K P p n"], size: int, bits: int) -> UInt[Array, "B K P p H"]:
+    codes, start, low_bits = 0, 0, 0
+    for field in FIELDS[bits]:
+        data = packed[..., start : start + _bytes(size, field)]
+        parts = [data >> shift & (2**field - 1) for shift in range(0, 8, field)]
+        codes += jnp.concatenate(parts, axis=-1)[..., :size] << low_bits
+        start, low_bits = start + data.shape[-1], low_bits + field
+    return codes
 
 
 def _bytes(size: int, bits: int) -> int:
     """Returns the bytes of one key's codes."""
-    return -(-size * bits // 8)
+    return sum(-(-size * field // 8) for field in FIELDS[bits])

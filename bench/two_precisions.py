@@ -1,0 +1,262 @@
+"""Error of attention through codes of a few bits, at equal bytes: ``python -m bench.two_precisions --model smollm2-135m``.
+
+The command captures the queries, keys and values of a model that reads real text: 6 queries behind a text of each kind and
+length. It prints one JSON line per method (`form`), and a table on stderr:
+
+- `dense8`, `dense4`, `kivi`: all tokens as llama.cpp's q8_0 and q4_0 and KIVI with 4 bits store them.
+- `packed`: all pages in codes, and the best `exact` tokens exactly; sinks and window are exact, no digests.
+- `today`: what `clustered` does: keys of 112 pages, values of the best tokens, digests for all other pages.
+- `look`: keys and values of `pages` pages in codes, the best `exact` tokens exactly, digests for all other pages.
+
+`pages` is a number of pages, or as many as bring at most 1.05 times the bytes of `today` (`equal_bytes`). `error` is the
+relative L2 error of a head's output, mean over heads, queries and the layers behind the first dense ones; `worst_layer` is the
+largest mean of a layer. Bytes are those of a model of 16 bits, per KV head and layer: `bus_bytes` of a step, `host_bytes` and
+`device_bytes` per token, digests included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+import icejax
+from bench import published
+from bench.capture import Captured, capture
+from bench.coded_attention import Coding, attend, attend_dense, coded, kivi_keys, kivi_values, look, q4_0, q8_0
+from bench.flags import listed, numbers
+from bench.methods import RERANKED, form, residents
+from bench.needle import task
+from bench.page_attention import attention_of_keys, error, index_of, select
+from icejax.api.generate import ASSETS
+from icejax.cache.bases.reranking import KEY_ONLY_FACTOR, pages_for
+from icejax.cache.registry import Full, layer_policies
+from icejax.checks.errors import InputError
+from icejax.checks.numbers import integer
+from icejax.ops.attention.dense import Attended
+from icejax.ops.pages.key_codes import FIELDS
+from icejax.runtime import devices
+
+QUERIES = 6
+PAGE, WIDTH = 16, 2  # tokens of a page, bytes of a number
+FORMATION = "tree-2048-greedy"
+SCALES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
+MORE = 1.05  # bytes of a step, as a multiple of today's
+
+
+@dataclass(frozen=True)
+class Paged:
+    """One captured layer with its pages at one budget.
+
+    Attributes:
+        q, k, v: queries [Q, K, G, H], keys and values [K, S, H] of all tokens.
+        near: keys and values of sinks and window.
+        pages: keys, values and mask [1, K, P, p, ...].
+        index: their digests.
+        expected: exact output.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    near: tuple[jax.Array, jax.Array]
+    pages: tuple[jax.Array, jax.Array, jax.Array]
+    index: object
+    expected: jax.Array
+
+    @classmethod
+    def of(cls, layer: Captured, budget: int) -> Paged:
+        """Returns a captured layer with its pages at a budget."""
+        sinks, window = residents(budget)
+        q = layer.q.reshape(len(layer.q), len(layer.k), -1, layer.k.shape[-1])
+        near = tuple(jnp.concatenate([x[:, :sinks], x[:, x.shape[1] - window :]], axis=1) for x in (layer.k, layer.v))
+        pages = form(layer, FORMATION, PAGE, sinks, window)
+        return cls(q, layer.k, layer.v, near, pages, index_of(pages), attend_dense(q, layer.k, layer.v))
+
+    def error(self, output: jax.Array) -> float:
+        """Returns the mean relative error of an output."""
+        return float(error(output, self.expected).mean())
+
+
+def text(tokenizer, kind: str, tokens: int, seed: int) -> list[int]:
+    """Returns the tokens of a piece of real text of a kind of `bench.needle.task.KINDS`."""
+    corpus = task.corpus("heldout", kind)
+    start = int(np.random.default_rng(seed).integers(0, max(1, len(corpus) - 8 * tokens)))
+    ids = tokenizer.encode(corpus[start : start + 8 * tokens].decode(), add_special_tokens=False)
+    if len(ids) < tokens:
+        raise InputError(f"--lengths must be at most the {len(ids)} tokens of {kind} that there are, got {tokens}")
+    return ids[:tokens]
+
+
+def rows(
+    layers: list[Captured],
+    *,
+    budgets: list[int],
+    pages: list[int | None],
+    codings: list[Coding],
+    most_exact: int | None = None,
+) -> Iterator[dict]:
+    """Yields one row per method, over all captured layers.
+
+    Args:
+        pages: numbers of pages whose codes are read; None: as many as bring 1.05 times today's bytes.
+        most_exact: most tokens of pages that `look` attends exactly; None: as many as the budget holds.
+    """
+    yield from _peers(layers)
+    for budget in budgets:
+        paged = [Paged.of(layer, budget) for layer in layers]
+        sinks, window = residents(budget)
+        exact, size = budget - sinks - window, layers[0].k.shape[-1]
+        keys_of = KEY_ONLY_FACTOR * pages_for(exact // PAGE, PAGE, None)
+        keys_of = min(keys_of, paged[0].pages[0].shape[2])
+        digests = sum(x.nbytes for x in jax.tree.leaves(index_of(paged[0].pages, dtype="bfloat16").levels))
+        digests /= paged[0].k.shape[0] * paged[0].k.shape[1]
+        plain = 2 * WIDTH * size
+        bus = keys_of * PAGE * WIDTH * size + exact * WIDTH * size
+        errors = [x.error(_today(x, keys_of, budget)) for x in paged]
+        sizes = dict(bus_bytes=bus, host_bytes=plain, device_bytes=digests)
+        yield dict(form="today", budget=budget, pages=keys_of, exact=exact) | _figures(errors, **sizes)
+        for coding in codings:
+            decoded = [coded(x.pages, x.index, coding) for x in paged]
+            page_bytes = decoded[0].page_bytes
+            per_token = page_bytes / PAGE
+            fewer = min(exact, exact if most_exact is None else most_exact)
+            for wanted in pages:
+                count = wanted or int((MORE * bus - fewer * plain) // page_bytes)
+                count = min(count, paged[0].pages[0].shape[2])
+                errors = [x.error(_look(x, y, count, fewer)) for x, y in zip(paged, decoded, strict=True)]
+                sizes = dict(bus_bytes=count * page_bytes + fewer * plain, host_bytes=plain + per_token, device_bytes=digests)
+                row = dict(form="look", budget=budget, pages=count, equal_bytes=wanted is None, exact=fewer)
+                yield row | coding._asdict() | _figures(errors, **sizes)
+            for wanted in (0, 64, 192) if budget == max(budgets) and coding.value_bits else ():
+                errors = [x.error(_packed(x, y, wanted)) for x, y in zip(paged, decoded, strict=True)]
+                sizes = dict(bus_bytes=wanted * plain, host_bytes=plain if wanted else 0, device_bytes=per_token)
+                row = dict(form="packed", budget=budget, pages=paged[0].pages[0].shape[2], exact=wanted)
+                yield row | coding._asdict() | _figures(errors, **sizes)
+
+
+def _peers(layers: list[Captured]) -> Iterator[dict]:
+    size = layers[0].k.shape[-1]
+    kivi = functools.partial(kivi_keys, bits=4), functools.partial(kivi_values, bits=4)
+    for name, forms, width in (
+        ("dense8", (q8_0, q8_0), 2 * 34 / 32),
+        ("dense4", (q4_0, q4_0), 2 * 18 / 32),
+        ("kivi", kivi, 2 * (16 + 4) / 32),
+    ):
+        errors = []
+        for layer in layers:
+            q = layer.q.reshape(len(layer.q), len(layer.k), -1, size)
+            output = attend_dense(q, forms[0](layer.k), forms[1](layer.v))
+            errors.append(float(error(output, attend_dense(q, layer.k, layer.v)).mean()))
+        yield dict(form=name) | _figures(errors, bus_bytes=0, host_bytes=0, device_bytes=width * size)
+
+
+def _today(x: Paged, pages: int, budget: int) -> jax.Array:
+    outputs = []
+    for q in x.q:
+        selection = select(q[None], x.pages, x.index, fetched=pages, method=RERANKED)
+        outputs.append(attention_of_keys(q[None], x.k, x.v, x.pages, x.index, selection, budget=budget)[0])
+    return jnp.stack(outputs)
+
+
+def _look(x: Paged, decoded, pages: int, exact: int) -> jax.Array:
+    chosen, rest = look(x.q, x.index, pages)
+    chosen = chosen[..., : x.pages[0].shape[2]]  # without the index's padding
+    return attend(x.q, x.near, tuple(y[0] for y in x.pages), decoded[:2], chosen, rest, exact=exact)
+
+
+def _packed(x: Paged, decoded, exact: int) -> jax.Array:
+    chosen = jnp.ones((*x.q.shape[:2], x.pages[0].shape[2]), bool)
+    rest = Attended(jnp.zeros_like(x.q), jnp.full(x.q.shape[:3], -jnp.inf))
+    return attend(x.q, x.near, tuple(y[0] for y in x.pages), decoded[:2], chosen, rest, exact=exact)
+
+
+def _figures(errors: list[float], **sizes: float) -> dict:
+    figures = dict(error=float(np.mean(errors)), worst_layer=max(errors))
+    return {name: round(x, 5) for name, x in figures.items()} | {name: round(x, 1) for name, x in sizes.items()}
+
+
+def _bits(option: str) -> list[tuple[int, int]]:
+    """Returns pairs of bits of keys and of values: "4,4/2" gives (4, 4) and (4, 2)."""
+    allowed = {str(bits): (bits, bits) for bits in FIELDS}
+    allowed |= {f"{keys}/{values}": (keys, values) for keys in FIELDS for values in (0, *FIELDS)}
+    return [allowed[name] for name in listed("--bits", option, allowed)]
+
+
+def measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict]:
+    """Yields the rows of all texts and lengths; InputError for invalid options."""
+    budgets = numbers("--budgets", arguments.budgets, least=64)
+    lengths = numbers("--lengths", arguments.lengths, least=2 * max(budgets), most=36_000)  # one level of digests
+    pages = [None if x == "equal" else numbers("--pages", x)[0] for x in arguments.pages.split(",")]
+    texts, scales = listed("--texts", arguments.texts, task.KINDS), listed("--scales", arguments.scales, SCALES)
+    by_token = [name == "token" for name in listed("--values", arguments.values, ("channel", "token"))]
+    centred = [name == "yes" for name in listed("--centred", arguments.centred, ("yes", "no"))]
+    seed, most_exact = integer("--seed", arguments.seed, least=0), arguments.exact
+    most_exact = None if most_exact is None else integer("--exact", most_exact, least=0)
+    parts = itertools.product(_bits(arguments.bits), scales, by_token, centred)
+    codings = [Coding(*bits, *rest) for bits, *rest in parts if bits[1] or not rest[1]]  # without values nothing is by token
+    name = "bundled" if arguments.model == ASSETS else arguments.model
+    folder = published.folder(name, say=console.print) if name in published.MODELS else arguments.model
+    model, tokenizer = icejax.load(folder, dtype="float32")
+    channels = dict(balance=not arguments.no_balance)
+    environment = channels | dict(device=str(devices.device().device_kind), jax=jax.__version__)
+    for length, kind in itertools.product(lengths, texts):
+        ids = text(tokenizer, kind, length + QUERIES, seed)
+        policies = layer_policies(icejax.Clustered(), model.config, capacity=length + QUERIES)
+        captured = capture(model, ids[:length], ids[length:], **channels)
+        layers = [x for x in captured if not isinstance(policies[x.layer], Full)]
+        console.print(f"{name}, {kind}, {length} tokens: {len(layers)} of {len(policies)} layers")
+        for row in rows(layers, budgets=budgets, pages=pages, codings=codings, most_exact=most_exact):
+            labels = dict(model=Path(name).name, text=kind, length=length, layers=len(layers))
+            yield labels | row | environment
+
+
+def line(row: dict) -> str:
+    """Returns a line of the table on stderr."""
+    bits = f"{row['key_bits']}/{row['value_bits']}" if "key_bits" in row else ""
+    values = {True: "token", False: "channel", None: ""}[row.get("by_token")]
+    scales = row.get("scales", "") + ("-c" if row.get("centred") else "")
+    words = (row["form"], row.get("budget", ""), bits, scales, values, row.get("pages", ""), row.get("exact", ""))
+    sizes = (f"{row[name]:.0f}" for name in ("bus_bytes", "host_bytes", "device_bytes"))
+    return " ".join(f"{word!s:>9}" for word in (*words, f"{row['error']:.4f}", *sizes))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.two_precisions", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=ASSETS, help="a name of bench.published, or a folder (default: the bundled model)")
+    parser.add_argument("--texts", default="code,documentation", help=f"kinds of text, of {', '.join(task.KINDS)}")
+    parser.add_argument("--lengths", default="4096", help="tokens of a text, comma-separated")
+    parser.add_argument("--budgets", default="64,256")
+    parser.add_argument("--pages", default="equal,112,160,224,448", help="pages whose codes are read; equal: by bytes")
+    parser.add_argument("--exact", type=int, help="most page tokens that `look` attends exactly (default: by the budget)")
+    parser.add_argument(
+        "--bits", default="2,3,4,8", help="bits of keys and values; 4/2: 4 of keys and 2 of values; 4/0: values from keys"
+    )
+    parser.add_argument("--scales", default="bfloat16,int8", help=f"dtypes of offsets and steps, of {', '.join(SCALES)}")
+    parser.add_argument("--values", default="channel,token", help="what shares an offset and a step of values")
+    parser.add_argument("--centred", default="no", help="whether the head's mean key is subtracted first: yes, no or yes,no")
+    parser.add_argument("--no-balance", action="store_true", help="leave channels of keys and queries as the model has them")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        for row in measured(arguments, console):
+            console.print(line(row))
+            print(json.dumps(row), flush=True)
+    except InputError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

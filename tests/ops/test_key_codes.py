@@ -1,0 +1,76 @@
+"""Codes of pages in 3 and 8 bits, with rounded offsets and steps, and by token, against plain numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from icejax.ops.pages import key_codes
+from tests import tolerances
+from tests.reference import coded as reference
+
+SHAPE = (2, 3, 40, 8)
+
+
+def drawn(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns pages with channels of unlike size, NaN in empty slots, partial and empty pages; and their mask."""
+    rng = np.random.default_rng(size)
+    x = rng.standard_normal((*SHAPE, size)).astype(np.float32) * np.exp(rng.standard_normal(size)).astype(np.float32) + 2
+    mask = np.arange(SHAPE[-1]) < rng.integers(0, SHAPE[-1] + 1, (*SHAPE[:-1], 1))
+    return np.where(mask[..., None], x, np.nan).astype(np.float32), mask
+
+
+@pytest.mark.parametrize("bits", [3, 8])
+def test_odd_and_whole_byte_codes_equal_the_reference(bits):
+    k, mask = drawn(21)
+    codes = key_codes.encode_keys(jnp.asarray(k), jnp.asarray(mask), bits)
+    empty = key_codes.empty_codes(SHAPE[:3], SHAPE[3], 21, bits, "float32")
+    assert [(x.shape, x.dtype) for x in vars(codes).values()] == [(x.shape, x.dtype) for x in vars(empty).values()]
+    assert codes.codes.shape[-1] == SHAPE[3] * {3: 6 + 3, 8: 21}[bits]  # of 3 bits, 2 in 6 bytes and 1 in 3
+    decoded = np.asarray(key_codes.decode_keys(codes, SHAPE[3], bits))
+    for page in np.ndindex(*SHAPE[:3]):
+        if mask[page].any():
+            expected = reference.coded(k[page][mask[page]], bits)
+            np.testing.assert_allclose(decoded[page][mask[page]], expected, rtol=0, atol=tolerances.EXACT)
+
+
+def rounded(x: np.ndarray, scales: str) -> np.ndarray:
+    """Returns a vector in the dtype of offsets and steps: int8 with one scale, or a 16-bit dtype."""
+    if scales != "int8":
+        return x.astype(jnp.dtype(scales)).astype(np.float32)
+    scale = max(np.abs(x).max() / np.float32(127), np.finfo(np.float32).tiny)
+    return np.round(x / scale) * scale
+
+
+@pytest.mark.parametrize(("bits", "scales"), [(2, "int8"), (3, "bfloat16"), (4, "int8"), (4, "float16"), (8, "bfloat16")])
+def test_codes_are_chosen_for_the_rounded_line(bits, scales):
+    k, mask = drawn(32)
+    codes = key_codes.encode_keys(jnp.asarray(k), jnp.asarray(mask), bits, scales)
+    width = 32 + 4 if scales == "int8" else 32 * 2
+    assert sum(x.nbytes for x in jax.tree.leaves(codes)) == np.prod(SHAPE[:3]) * (SHAPE[3] * 4 * bits + 2 * width)
+    decoded, right = np.asarray(key_codes.decode_keys(codes, SHAPE[3], bits, "float32")), []
+    for page in np.ndindex(*SHAPE[:3]):
+        if len(keys := k[page][mask[page]]):
+            line = reference.coded(keys, bits)
+            codes_before = np.round((keys - keys.min(0)) / np.maximum(np.ptp(keys, 0), 1e-30) * (2**bits - 1))
+            step = np.ptp(line, 0) / np.maximum(np.ptp(codes_before, 0), 1)
+            low = (line - codes_before * step)[0]
+            low, step = (rounded(x.astype(np.float32), scales) for x in (low, step))
+            values = low + np.arange(2**bits)[:, None, None] * step  # of every code, slot and channel
+            nearest = np.abs(values - keys).min(0)
+            right.append((np.abs(np.abs(decoded[page][mask[page]] - keys) - nearest) < 1e-4).ravel())
+    assert np.concatenate(right).mean() > 0.995  # offsets and steps halfway between two numbers may round either way
+
+
+@pytest.mark.parametrize("size", [64, 40])
+def test_values_by_token_share_a_line_in_groups_of_32(size):
+    v, mask = drawn(size)
+    codes = key_codes.encode_by_token(jnp.asarray(v), jnp.asarray(mask), 4)
+    decoded = np.asarray(key_codes.decode_by_token(codes, size, 4))
+    assert codes.low.shape == (*SHAPE[:2], SHAPE[2] * 2, SHAPE[3]) and decoded.shape == v.shape
+    for page in np.ndindex(*SHAPE[:3]):
+        for first in range(0, size, 32):
+            values = v[page][mask[page], first : first + 32]
+            expected = reference.coded(values.T, 4).T if len(values) else values
+            np.testing.assert_allclose(decoded[page][mask[page], first : first + 32], expected, rtol=0, atol=tolerances.EXACT)
+    assert not decoded[~mask].any()
