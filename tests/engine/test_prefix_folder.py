@@ -18,7 +18,7 @@ from icejax.engine.sampling import Sampling
 from icejax.engine.serving import core as core_module
 from icejax.engine.serving import prefix_folder
 from icejax.engine.serving.core import Core, CoreSizes
-from tests.engine.test_core import alone, answers, assert_all_free, assert_equal, job
+from tests.engine.test_core import alone, answers, assert_all_free, assert_equal, job, slow
 from tests.helpers import families
 from tests.helpers.letters import Letters
 
@@ -28,10 +28,6 @@ DOCUMENT = families.tokens(300)
 PROMPTS = [[*DOCUMENT, *families.tokens(20 + 5 * i, seed=i)] for i in range(5)]
 OTHER = [*families.tokens(300, seed=9), *families.tokens(20)]
 ANSWER = dict(max_new_tokens=10, logprobs=0)
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
