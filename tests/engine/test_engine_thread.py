@@ -54,6 +54,7 @@ class FakeCore:
 
     def step(self):
         self.gate.wait()
+        time.sleep(1e-5)  # as a device's work does, it lets readers run
         if self.fails is not None:
             raise self.fails
         work = self.scheduler.next()
@@ -336,8 +337,11 @@ def test_a_full_queue_refuses_in_the_callers_thread():
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals come to the main thread")
-def test_an_interrupt_in_a_reader_leaves_the_engine_as_it_is(engine):
+def test_an_interrupt_in_a_reader_leaves_the_engine_as_it_is(engine, request):
     thread, core = engine
+    # A program that a shell started in the background ignores interrupts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     core.gate.clear()
     handle = thread.submit(job("a"))
     main = threading.get_ident()

@@ -18,7 +18,7 @@ from icejax.engine.sampling import Sampling
 from icejax.engine.serving import core as core_module
 from icejax.engine.serving import prefix_folder
 from icejax.engine.serving.core import Core, CoreSizes
-from tests.engine.test_core import alone, answers, assert_all_free, assert_equal, job
+from tests.engine.test_core import alone, answers, assert_all_free, assert_equal, job, slow
 from tests.helpers import families
 from tests.helpers.letters import Letters
 
@@ -28,10 +28,6 @@ DOCUMENT = families.tokens(300)
 PROMPTS = [[*DOCUMENT, *families.tokens(20 + 5 * i, seed=i)] for i in range(5)]
 OTHER = [*families.tokens(300, seed=9), *families.tokens(20)]
 ANSWER = dict(max_new_tokens=10, logprobs=0)
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +86,7 @@ def folder(stored, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "places"),
-    [("full", 1), *(slow(*case) for case in (("clustered", 2), ("clustered", 1), ("coded", 1), ("full", 2)))],
+    [slow(*case) for case in (("full", 1), ("clustered", 2), ("clustered", 1), ("coded", 1), ("full", 2))],
 )
 def test_a_later_engine_answers_behind_a_stored_prefix(model, expected, tmp_path, name, places):
     """The third prompt reads it from the disk between steps of another row, the fourth has it in memory."""
@@ -121,7 +117,7 @@ def test_a_prompt_that_is_a_stored_prefix_needs_no_prefill(model, folder):
     assert_equal(answer, alone(model, Full(), DOCUMENT[:256], **ANSWER))
 
 
-@pytest.mark.parametrize("prompt", [DOCUMENT[:256], PROMPTS[2]], ids=["the prefix itself", "a text behind it"])
+@pytest.mark.parametrize("prompt", [slow(DOCUMENT[:256]), PROMPTS[2]], ids=["the prefix itself", "a text behind it"])
 def test_a_sampled_answer_behind_a_stored_prefix_draws_the_same(model, folder, prompt):
     options = dict(max_new_tokens=12, sampling=Sampling(temperature=1.5), seed=3)
     core = core_of(model, folder)
@@ -156,7 +152,7 @@ def test_files_are_the_users_alone(model, folder, stored):
 
 
 @pytest.mark.parametrize(
-    "others", [dict(salt="mine"), dict(policy=Clustered(**PAGES)), dict(longest=600)], ids=lambda x: next(iter(x))
+    "others", [dict(salt="mine"), slow(dict(policy=Clustered(**PAGES))), dict(longest=600)], ids=lambda x: next(iter(x))
 )
 def test_another_salt_cache_or_context_shares_nothing(model, folder, others):
     salt = others.pop("salt", "")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,13 +101,16 @@ class PrefixCache:
             shares &= np.arange(len(ticket.wanted)) < growth.start // EXTENT  # the row writes to the pages in `growth`
             ticket.shared, ticket.wanted = np.where(shares, route.entry.table, SCRATCH_EXTENT), ticket.wanted & ~shares
 
-    def keep(self, tokens: Sequence[int], salt: str, count: int, row: DecodeState, logits: jax.Array) -> Entry | None:
+    def keep(
+        self, tokens: Sequence[int], salt: str, count: int, row: DecodeState, logits: jax.Array, *, layers: Any = None
+    ) -> Entry | None:
         """Puts a row's cache, of the first `count` of its tokens, into the store, and returns the entry; the row goes on.
 
         Args:
             logits: f32[1, V], behind the last of these tokens.
+            layers: the cropped arrays of the row's layers; None: they are copied from the device.
         """
-        cache = jax.tree.map(lambda x: crop(np.asarray(x)), row.cache.layers)
+        cache = jax.tree.map(lambda x: crop(np.asarray(x)), row.cache.layers) if layers is None else layers
         nbytes = sum(x.nbytes for x in jax.tree.leaves(cache) if isinstance(x, np.ndarray))
         if nbytes > self.prefixes.most_bytes:
             LOG.info("a prefix of %d tokens is not stored: its arrays take %d bytes", count, nbytes)

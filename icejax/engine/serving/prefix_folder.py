@@ -68,7 +68,7 @@ class StoredPrefix:
 
 
 class PrefixFolder:
-    """The cached prefixes in a folder, of which an engine reads those that its model and sizes made."""
+    """The cached prefixes in a folder; an engine reads the part that its own model and sizes made."""
 
     def __init__(self, folder: Path, identity: dict[str, Any], plan: Plan, *, most_bytes: int) -> None:
         """Makes the folder, and reads which prefixes it holds.

@@ -93,7 +93,7 @@ class RowStart:
         return pool
 
     def close(self) -> None:
-        """Ends the row before its first token: files that are open are closed, and what is half-written is removed."""
+        """Ends the row before its first token: open files are closed, and half-written ones removed."""
         self._pieces.close()
 
     def result(self) -> tuple[DecodeState, Step]:
@@ -150,9 +150,9 @@ class RowStart:
     def _loaded(self, stored: StoredPrefix) -> Generator[None, None, tuple[DecodeState, jax.Array] | None]:
         """Reads a cached prefix from the disk in pieces; returns the row and its logits, or None if it cannot be read."""
         folder, leaves = self._prefixes.folder, []
+        yield
         try:
             with folder.open(stored) as arrays:
-                yield
                 logits = jnp.asarray(arrays.read(LOGITS))
                 for leaf in folder.leaves(arrays):
                     leaves.append(leaf)
@@ -164,13 +164,16 @@ class RowStart:
         except (InputError, OSError) as error:
             folder.forget(stored, error)
             return None
-        state = self._row_of(folder.layers(leaves), stored.length, stored.pages)
-        self._keep(stored.length, state, logits)
+        layers = folder.layers(leaves)
+        state = self._row_of(layers, stored.length, stored.pages)
+        self._keep(stored.length, state, logits, layers)
         return state, logits
 
-    def _keep(self, count: int, state: DecodeState, logits: jax.Array) -> Entry | None:
+    def _keep(self, count: int, state: DecodeState, logits: jax.Array, layers: tuple[Any, ...] | None = None) -> Entry | None:
         """Puts the cache of the first `count` tokens into the store; returns its entry, or None."""
-        return None if self._salt is None else self._prefixes.keep(self._tokens, self._salt, count, state, logits)
+        if self._salt is None:
+            return None
+        return self._prefixes.keep(self._tokens, self._salt, count, state, logits, layers=layers)
 
     def _to_disk(self, entry: Entry | None) -> Iterator[None]:
         """Writes an entry to the disk in pieces, if it belongs there."""

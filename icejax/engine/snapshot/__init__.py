@@ -1,1 +1,1 @@
-"""A row's cache on the disk: a file of named arrays, and the fingerprint of what the arrays were made with."""
+"""A row's cache on the disk: a file of named arrays, and the fingerprint of the model and cache that made them."""
