@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ ROLES = ("bos", "eos", "eot", "eom", "unknown", "padding")
 NO_TOKEN = (-1, 2**32 - 1)  # ids that stand for no token
 SENTENCEPIECE = dict(unknown=0, bos=1, eos=2)  # roles of a file that does not name them
 WORDS = {str: "a text", int: "a whole number", bool: "true or false"}
+SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which no file can hold
 SPACE = "\u2581"  # what SentencePiece writes for a space
 
 
@@ -60,9 +62,7 @@ def read_vocabulary(metadata: dict[str, Any], *, sentencepiece: bool) -> Vocabul
     ids = {token: i for i, token in enumerate(tokens)}
     if len(ids) != len(tokens):
         i = next(i for i, token in enumerate(tokens) if ids[token] != i)
-        raise InputError(
-            f"{PREFIX}tokens: tokens {i} and {ids[tokens[i]]} are both {quoted(tokens[i])}: expected different tokens"
-        )
+        raise InputError(f"{PREFIX}tokens: {i} and {ids[tokens[i]]} are both {quoted(tokens[i])}: expected different tokens")
     special = {role: _token_id(metadata, role, len(tokens)) for role in ROLES}
     for role, i in SENTENCEPIECE.items() if sentencepiece else ():
         if f"{PREFIX}{role}_token_id" not in metadata and i < len(tokens) and types[i] in (UNKNOWN, CONTROL):
@@ -92,7 +92,8 @@ def take_texts(metadata: dict[str, Any], name: str, *, most: int) -> list[str]:
     if len(texts) > most:
         raise InputError(f"{key} has {len(texts)} entries: expected at most {most}")
     texts = list(texts)
-    if (fault := next((i for i, text in enumerate(texts) if not isinstance(text, str)), None)) is not None:
+    faults = (i for i, text in enumerate(texts) if not isinstance(text, str) or SURROGATE.search(text))
+    if (fault := next(faults, None)) is not None:
         raise InputError(f"{key}: entry {fault} is {quoted(texts[fault])}: expected a text")
     if (size := sum(map(len, texts))) > MOST_BYTES:
         raise InputError(f"{key} has {size} characters: expected at most {MOST_BYTES}")
