@@ -1,5 +1,6 @@
 """Small tokenizers as the metadata of a GGUF file has them: a byte-level one, and one that SentencePiece trains."""
 
+import argparse
 import functools
 import io
 from pathlib import Path
@@ -8,7 +9,7 @@ import sentencepiece
 
 from tests.helpers import small_tokenizers
 
-ROOT = Path(__file__).parents[2]
+PROSE = Path(argparse.__file__).read_text()  # English and code
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 ROLES = dict(bos="<s>", eos="</s>", unknown="<unk>")
 
@@ -35,10 +36,9 @@ def byte_level(pre: str = "qwen2", words: tuple[str, ...] = ()) -> dict:
 
 @functools.cache
 def _trained(prefix: bool) -> bytes:
-    lines = (ROOT / "CONTRIBUTING.md").read_text().splitlines()
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([line for line in lines if line]),
+        sentence_iterator=iter([line for line in PROSE.splitlines() if line]),
         model_writer=model,
         model_type="bpe",
         vocab_size=700,

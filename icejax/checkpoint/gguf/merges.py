@@ -69,4 +69,5 @@ def derived_merges(metadata: dict[str, Any], vocabulary: Vocabulary) -> Merges:
     left_ids, right_ids = np.asarray(lefts, np.int64), np.asarray(rights, np.int64)
     lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
     order = np.lexsort((-lengths[right_ids], -lengths[left_ids], -scores[np.asarray(wholes, np.int64)]))
-    return [(tokens[left], tokens[right]) for left, right in zip(left_ids[order], right_ids[order], strict=True)]
+    pairs = zip(left_ids[order].tolist(), right_ids[order].tolist(), strict=True)
+    return [(tokens[left], tokens[right]) for left, right in pairs]

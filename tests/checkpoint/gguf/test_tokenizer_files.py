@@ -16,7 +16,7 @@ from icejax.checks.errors import InputError
 from icejax.text.chat_template import render
 from icejax.text.tokenizer import load_tokenizer
 from tests.helpers import gguf_tokenizers
-from tests.helpers.gguf_tokenizers import CONTROL, NORMAL, ROOT
+from tests.helpers.gguf_tokenizers import CONTROL, NORMAL, PROSE
 
 KEY = "tokenizer.ggml."
 TEXTS = (
@@ -35,7 +35,7 @@ TEXTS = (
 
 
 def words_of_prose() -> tuple[str, ...]:
-    counts = collections.Counter((ROOT / "CONTRIBUTING.md").read_text().split())
+    counts = collections.Counter(PROSE.split())
     return tuple("\u0120" + word for word, n in counts.most_common(200) if word.isascii())
 
 
@@ -119,16 +119,15 @@ def test_sentencepiece_ids_are_those_of_sentencepiece(prefix):
 
 def test_spaces_behind_added_tokens_are_llama_cpps():
     with_prefix, without = (tokenizer_of(gguf_tokenizers.sentencepiece_bpe(prefix=prefix)) for prefix in (True, False))
-    tokens = with_prefix.encode("he<think>he<|user|> he", add_special_tokens=False).tokens
-    assert tokens == ["\u2581he", "<think>", "\u2581he", "<|user|>", "\u2581\u2581", "he"]
-    assert without.encode("he<think> he", add_special_tokens=False).tokens == ["he", "<think>", "\u2581he"]
+    pieces = with_prefix.encode("he<think>he<|user|> he", add_special_tokens=False).tokens
+    assert "".join(pieces) == "\u2581he<think>\u2581he<|user|>\u2581\u2581he"
+    assert "".join(without.encode("he<think> he", add_special_tokens=False).tokens) == "he<think>\u2581he"
 
 
 def test_phi3_drops_spaces_behind_its_added_tokens():
-    metadata = gguf_tokenizers.sentencepiece_bpe() | {"general.architecture": "phi3"}
-    tokenizer = tokenizer_of(metadata)
-    tokens = [tokenizer.id_to_token(token) for token in ids(tokenizer, "<|user|> \n he<s> he")]
-    assert tokens == ["<|user|>", "\u2581he", "<s>", "\u2581\u2581", "he"]
+    tokenizer = tokenizer_of(gguf_tokenizers.sentencepiece_bpe() | {"general.architecture": "phi3"})
+    pieces = [tokenizer.id_to_token(token) for token in ids(tokenizer, "<|user|> \n he<s> he")]
+    assert "".join(pieces) == "<|user|>\u2581he<s>\u2581\u2581he"
 
 
 def test_equal_scores_leave_the_order_to_the_ids():
