@@ -27,8 +27,9 @@ KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other added tokens dro
 
 
 def tokenizer_files(metadata: dict[str, Any]) -> dict[str, str]:
-    """Returns the texts of tokenizer.json, tokenizer_config.json and, where the file has them, chat_template.jinja (its chat
-    template) and generation_config.json (its end tokens), by file name.
+    """Returns texts by file name: tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json.
+
+    A file without a chat template has no chat_template.jinja, and one without end tokens no generation_config.json.
 
     Args:
         metadata: the file's values by key; arrays are lists or numpy arrays.
@@ -120,7 +121,7 @@ def _add_ends(tokenizer: Any, metadata: dict[str, Any], vocabulary: Vocabulary, 
     names, special = dict(bos="", eos=""), []
     for role in names:
         key = f"{PREFIX}add_{role}_token"
-        adds = take(metadata, key, bool, adds_bos and role in vocabulary.special and role == "bos")
+        adds = take(metadata, key, bool, role == "bos" and adds_bos and role in vocabulary.special)
         if adds and role not in vocabulary.special:
             raise InputError(f"{key} is true and the file has no {PREFIX}{role}_token_id: expected the token's id")
         if adds:

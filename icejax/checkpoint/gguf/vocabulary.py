@@ -120,7 +120,7 @@ def take_numbers(metadata: dict[str, Any], name: str, count: int, *, kinds: str)
 
 
 def _array(value: Any, key: str) -> Sequence[Any]:
-    if not isinstance(value, (list, tuple, np.ndarray)) or np.ndim(value[:0]) != 1:
+    if not isinstance(value, (list, tuple, np.ndarray)) or getattr(value, "ndim", 1) != 1:
         raise InputError(f"{key} must be a list, found {quoted(value)}")
     return value.tolist() if isinstance(value, np.ndarray) else value
 

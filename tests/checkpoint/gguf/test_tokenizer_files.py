@@ -232,6 +232,7 @@ REFUSED = [
     (BPE, "tokens", [], "tokenizer.ggml.tokens is empty: expected the tokenizer's tokens"),
     (BPE, "tokens", "abc", "tokenizer.ggml.tokens must be a list, found 'abc'"),
     (BPE, "tokens", np.zeros((2, 2)), "tokenizer.ggml.tokens must be a list, found array("),
+    (BPE, "tokens", np.array("a"), "tokenizer.ggml.tokens must be a list, found array('a', dtype='<U1')"),
     (BPE, "tokens", changed("tokens", (5, b"x")), "tokenizer.ggml.tokens: entry 5 is b'x': expected a text"),
     (BPE, "tokens", np.arange(COUNT), "tokenizer.ggml.tokens: entry 0 is 0: expected a text"),
     (BPE, "tokens", changed("tokens", (9, "<s>")), "tokenizer.ggml.tokens: 1 and 9 are both '<s>': expected different tokens"),
