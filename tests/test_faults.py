@@ -29,7 +29,7 @@ FAULTS = (
     ("ops/attention/dense.py", "key_position > position - window", "key_position >= position - window", "ops/test_dense_attention.py::test_causal_equals_float64"),
     ("ops/attention/dense.py", "visible &= key_position >= j * block", "pass", "ops/test_dense_attention.py::test_attention_to_slots_equals_float64"),
     ("ops/slots.py", "(at < count[row])", "(at <= count[row])", "ops/test_append_text.py::test_text_fills_the_slots_behind_a_row"),
-    ("ops/attention/dense.py", "v.shape[-1] == size and scoring.softcap is None", "True", "ops/test_dense_attention.py::test_cudnn_is_not_asked_for_what_it_cannot_do[16-None]"),
+    ("ops/attention/causal.py", "v.shape[-1] == size and scoring.softcap is None", "True", "ops/test_dense_attention.py::test_cudnn_is_not_asked_for_what_it_cannot_do[16-None]"),
     ("ops/attention/dense.py", "self.softcap * jnp.tanh(", "jnp.tanh(", "models/test_softcap.py::test_prefill_decode_and_extend_equal_transformers"),
     ("ops/pages/digests.py", "0.5 * slope**2", "0.5 * slope", "ops/test_digests.py::test_score_is_second_order_and_close_to_log_sum_exp"),
     ("models/decoder.py", "self.config.softcap", "None", "models/test_softcap.py::test_prefill_decode_and_extend_equal_transformers"),
