@@ -112,6 +112,16 @@ def test_steps_equal_kivi_in_numpy(bits, residual, sizes, steps):
     run(Kivi(bits=bits, residual=residual), heads, caches, reference.Kivi.step, reference.Kivi.extend, steps=steps)
 
 
+@pytest.mark.parametrize("policy", [Q8_0(), Q4_0(), Kivi(residual=32)], ids=["q8_0", "q4_0", "kivi"])
+def test_rows_that_join_a_batch_decode_as_before(policy):
+    prompt, new = draw(LENGTHS, 4)
+    early, late = (Layer(policy, LENGTHS, *prompt) for _ in range(2))
+    late.lengths = Lengths(late.lengths.origin - 37, jnp.int32(37), late.lengths.next_page)
+    for step in range(4):
+        outs = [layer.step(*(x[step] for x in new)) for layer in (early, late)]
+        np.testing.assert_array_equal(outs[0], outs[1], err_msg=f"step {step}")
+
+
 @pytest.mark.parametrize("policy, kind", [(Q8_0(rotate=False), "Q8_0"), (Q4_0(rotate=False), "Q4_0")], ids=["q8_0", "q4_0"])
 def test_codes_are_ggml_bit_for_bit(policy, kind):
     quants = pytest.importorskip("gguf.quants")
@@ -179,8 +189,24 @@ def test_groups_without_range_and_beyond_fp16_stay_finite():
         np.testing.assert_array_equal(decode(*encode(jnp.zeros((1, 32))))[0], 0)
 
 
-def test_a_cache_may_forget_its_end_only_where_the_newest_tokens_are():
-    assert Q8_0().can_trim(10**6) and Kivi(residual=64).can_trim(63) and not Kivi(residual=64).can_trim(64)
+@pytest.mark.parametrize("policy, tokens", [(Q4_0(), 100), (Kivi(residual=64), 60)], ids=["q4_0", "kivi"])
+def test_a_cache_forgets_its_end(policy, tokens):
+    """After a text that is forgotten, another text has the attention that it has without the first."""
+    prompt, _ = draw((tokens,), 0)
+    wrong, right = (draw((20,), 0, seed=seed)[0] for seed in (1, 2))
+    fresh, trimmed = (Layer(policy, (tokens,), *prompt) for _ in range(2))
+    assert policy.can_trim(tokens)
+    if isinstance(policy, Kivi):
+        wrong = [x[:, :3] for x in wrong]  # 63 tokens: no key has codes yet
+    trimmed.extend(*(x[:, :20] for x in wrong), (min(20, wrong[0].shape[1]),))
+    trimmed.state = policy.trimmed(trimmed.state, jnp.asarray([tokens], jnp.int32), jnp.int32(0))
+    trimmed.lengths = Lengths.of(jnp.asarray([tokens], jnp.int32))
+    expected, actual = (layer.extend(*(x[:, :20] for x in right), (20,)) for layer in (fresh, trimmed))
+    np.testing.assert_array_equal(actual, expected)
+
+
+def test_kivi_forgets_nothing_once_keys_have_codes():
+    assert Kivi(residual=64).can_trim(63) and not Kivi(residual=64).can_trim(64)
 
 
 @pytest.mark.parametrize(
