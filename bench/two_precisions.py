@@ -221,6 +221,9 @@ def measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict]:
     texts, scales = listed("--texts", arguments.texts, task.KINDS), listed("--scales", arguments.scales, SCALES)
     by_token = [name == "token" for name in listed("--values", arguments.values, ("channel", "token"))]
     centred = [name == "yes" for name in listed("--centred", arguments.centred, ("yes", "no"))]
+    policies = arguments.policies.split(",") if arguments.policies else []
+    for policy in policies:
+        policy_from(policy)
     seed, most_exact = integer("--seed", arguments.seed, least=0), arguments.exact
     most_exact = None if most_exact is None else integer("--exact", most_exact, least=0)
     parts = itertools.product(_bits(arguments.bits), scales, by_token, centred)
@@ -228,9 +231,6 @@ def measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict]:
     name = "bundled" if arguments.model == ASSETS else arguments.model
     folder = published.folder(name, say=console.print) if name in published.MODELS else arguments.model
     model, tokenizer = icejax.load(folder, dtype="float32")
-    policies = arguments.policies.split(",") if arguments.policies else []
-    for policy in policies:
-        policy_from(policy)
     if policies and any(window is not None for window in model.config.windows):
         raise InputError(f"--policies needs a model of full attention, {name} has sliding windows")
     channels = dict(balance=not arguments.no_balance)
