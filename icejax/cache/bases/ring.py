@@ -24,18 +24,12 @@ def ring_positions(seen: Int[Array, " B"], slots: int) -> Int[Array, "B S"]:
     return newest - (newest - jnp.arange(slots)[None, :]) % slots
 
 
-def with_new_tokens(
-    old: Float[Array, "R S H"], new: Float[Array, "B T K H"], at: Int[Array, "B S"], count: Int[Array, " B"]
-) -> Float[Array, "R S H"]:
-    """Returns the ring with new tokens: slot s of row b takes new token `at[b, s]` if the row has it, else keeps its own.
+def with_new_tokens(old: Float[Array, "R S H"], new: Float[Array, "B T K H"], at: Int[Array, "B S"]) -> Float[Array, "R S H"]:
+    """Returns the ring with new tokens: slot s of row b takes new token `at[b, s]`; where this is below 0 it keeps its own.
 
-    A row with 2 new tokens and at = [-1, 0, 1, 2]: slots 1 and 2 take its new tokens 0 and 1, slots 0 and 3 keep theirs.
-
-    Args:
-        count: new tokens of each row; `new` is padded on the right.
+    With at = [-1, 0, 1, -2] slots 1 and 2 take new tokens 0 and 1, slots 0 and 3 keep theirs.
     """
-    index = jnp.clip(at, 0, new.shape[1] - 1)[:, :, None, None]
-    is_new = ((at >= 0) & (at < count[:, None]))[:, :, None, None]
+    index, is_new = jnp.maximum(at, 0)[:, :, None, None], (at >= 0)[:, :, None, None]
     new = jnp.where(is_new, jnp.take_along_axis(new, index, axis=1), 0)
     return jnp.where(
         merge_heads(by_head(jnp.broadcast_to(is_new, new.shape))), merge_heads(by_head(new)).astype(old.dtype), old

@@ -45,9 +45,7 @@ class Ring(CachePolicy):
         before, after = (ring_positions(n, slots) for n in (seen, seen + heads.lengths))
         with jax.named_scope("attend"):
             attended = _attend_ring(state, heads, seen, position=before, window=self.window)
-        return Outcome(
-            state.each(lambda old, x: with_new_tokens(old, x, after - seen[:, None], heads.lengths), heads), attended
-        )
+        return Outcome(state.each(lambda old, x: with_new_tokens(old, x, after - seen[:, None]), heads), attended)
 
     def decode(self, state: TokenState, heads: Heads, view: View) -> Outcome:
         seen = view.lengths.seen

@@ -156,13 +156,13 @@ class Kivi(CachePolicy):
             is_coded = jnp.arange(keys.shape[1])[None, :] < complete[:, None]
             keys = jnp.where(is_coded[:, :, None, None], decoded, keys)
             position = ring_positions(seen + count, run)
-            ring_k = with_new_tokens(state.ring.k, keys, position - first[:, None], seen - first + count)
+            ring_k = with_new_tokens(state.ring.k, keys, position - first[:, None])
             if state.v is None:
                 return KiviState(k, None, TokenState(ring_k, None))
             new = Codes(*encode_evenly(grouped(heads.v), self.bits))
             new = Codes(new.codes.reshape(*new.codes.shape[:3], -1), new.least, new.step)
             v = jax.tree.map(lambda old, x: append_text(old, x, seen, count), state.v, new)
-            ring_v = with_new_tokens(state.ring.v, heads.v, position - seen[:, None], count)
+            ring_v = with_new_tokens(state.ring.v, heads.v, position - seen[:, None])
         return KiviState(k, v, TokenState(ring_k, ring_v))
 
     def _decoded_keys(self, keys: Codes) -> Float[Array, "*R S H"]:
