@@ -122,6 +122,17 @@ def test_rows_that_join_a_batch_decode_as_before(policy):
         np.testing.assert_array_equal(outs[0], outs[1], err_msg=f"step {step}")
 
 
+def test_a_latent_layer_has_the_attention_of_values_in_its_keys():
+    """Blocks of 32 channels are the same in keys and in values that are the keys' first 64 channels."""
+    prompt, new = draw(LENGTHS, 4, kv_heads=1, sizes=(96, 64))
+    prompt[2], new[2] = prompt[1][..., :64], new[1][..., :64]
+    latent, plain = Layer(Q4_0(), LENGTHS, *prompt, latent=True), Layer(Q4_0(rotate=False), LENGTHS, *prompt)
+    for step in range(4):
+        outs = [layer.step(*(x[step] for x in new)) for layer in (latent, plain)]
+        np.testing.assert_allclose(outs[0], outs[1], rtol=0, atol=tolerances.EXACT, err_msg=f"step {step}")
+    assert latent.state.v is None
+
+
 @pytest.mark.parametrize("policy, kind", [(Q8_0(rotate=False), "Q8_0"), (Q4_0(rotate=False), "Q4_0")], ids=["q8_0", "q4_0"])
 def test_codes_are_ggml_bit_for_bit(policy, kind):
     quants = pytest.importorskip("gguf.quants")
