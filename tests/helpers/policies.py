@@ -109,7 +109,7 @@ POLICIES = (
         "tolerant", Tolerant(budget=64, tolerance=0.2), lambda n: Tolerant(budget=64, tolerance=1e-12, max_budget=n), slow=True
     ),
     Row("coded", Coded(budget=64, compact_every=32), lambda n: Coded(budget=2 * n, compact_every=32), slow=True),
-    Row("coded-pages", Coded(budget=64, singly=False), lambda n: Coded(budget=n, singly=False), slow=True),
+    Row("coded-pages", Coded(budget=64, singly=False), lambda n: Coded(budget=2 * n, singly=False), slow=True),
     Row("packed", Packed(budget=64, compact_every=32), lambda n: Packed(budget=2 * n, compact_every=32), slow=True),
     Row("quest", Quest(budget=64), lambda n: Quest(budget=2 * n)),
     Row("snapkv", SnapKV(budget=64, window=16), lambda n: SnapKV(budget=n), keeps_all=False),
