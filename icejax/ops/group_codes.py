@@ -32,13 +32,13 @@ def groups_of(size: int) -> int:
     return -(-size // GROUP)
 
 
-def pack(codes: UInt[Array, "..."], bits: int, axis: int = -1) -> UInt[Array, "..."]:
+def pack(codes: UInt[Array, "*codes"], bits: int, axis: int = -1) -> UInt[Array, "*bytes"]:
     """Returns codes below 2^bits packed into bytes along an axis of 32 codes."""
     parts = jnp.split(codes, 8 // bits, axis)
     return functools.reduce(operator.or_, (part << i * bits for i, part in enumerate(parts)))
 
 
-def unpack(packed: UInt[Array, "..."], bits: int, axis: int = -1) -> UInt[Array, "..."]:
+def unpack(packed: UInt[Array, "*bytes"], bits: int, axis: int = -1) -> UInt[Array, "*codes"]:
     """Returns the codes that `pack` packed."""
     return jnp.concatenate([packed >> shift & (2**bits - 1) for shift in range(0, 8, bits)], axis)
 
@@ -81,8 +81,8 @@ def decode_q4_0(codes: UInt[Array, "*R 16"], scale: Float[Array, "*R"]) -> Float
 
 
 def encode_evenly(
-    x: Float[Array, "..."], bits: int, axis: int = -1
-) -> tuple[UInt[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
+    x: Float[Array, "*x"], bits: int, axis: int = -1
+) -> tuple[UInt[Array, "*bytes"], Float[Array, "*groups"], Float[Array, "*groups"]]:
     """Returns KIVI's codes of groups along `axis`, and the least number and the step of each group.
 
     Codes go evenly from the least number to the largest and are those of the unrounded numbers, halves to even
@@ -97,8 +97,8 @@ def encode_evenly(
 
 
 def decode_evenly(
-    codes: UInt[Array, "..."], least: Float[Array, "..."], step: Float[Array, "..."], bits: int, axis: int = -1
-) -> Float[Array, "..."]:
+    codes: UInt[Array, "*bytes"], least: Float[Array, "*groups"], step: Float[Array, "*groups"], bits: int, axis: int = -1
+) -> Float[Array, "*x"]:
     """Returns the numbers that KIVI's codes stand for, in fp32."""
     least, step = (jnp.expand_dims(y.astype(jnp.float32), axis) for y in (least, step))
     return unpack(codes, bits, axis).astype(jnp.float32) * step + least
@@ -121,6 +121,6 @@ def _inverse(scale: Float[Array, "*R"]) -> Float[Array, "*R"]:
     return jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))
 
 
-def _divided(x: Float[Array, "..."], by: int) -> Float[Array, "..."]:
+def _divided(x: Float[Array, "*x"], by: int) -> Float[Array, "*x"]:
     """Returns x / by for x >= 0: of a constant alone XLA would take the inverse, which rounds twice."""
     return x / jnp.where(x > 0, by, 1)
