@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint folder of either form, checked against its config.json before they are read.
+"""The tensors of a checkpoint folder of any form, checked against its config.json before they are read.
 
 `icejax.checkpoint.load` and `icejax.checkpoint.convert` call it. A stored tensor keeps its shape and dtype; codes of a matrix
 [O, I] are a `QuantizedMatrix`, with codes [O, I] and scales f32[O, G].
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from icejax.checkpoint.folder import ORBAX
+from icejax.checkpoint.folder import ORBAX, is_made_of_gguf
 from icejax.checkpoint.quantized import formats
 from icejax.checkpoint.quantized.formats import EMBEDDING, HEAD, Source
 from icejax.checkpoint.quantized.layouts import FLOATS, Part, QuantizedMatrix
@@ -169,6 +169,10 @@ def open_tensors(
     if faults:
         note = "" if method is None else f" (weights quantised by {method})"
         raise InputError(f"{folder} does not fit its config.json{note}: {listed(faults)}")
+    if is_made_of_gguf(folder):
+        from icejax.checkpoint.readers import gguf
+
+        gguf.tell_types(folder)
     if skipped:
         LOG.info("%d tensors hold no parameter and are skipped: %s", len(skipped), listed(skipped))
     quantised = f"quantised by {method}" if method is not None else f"rounded to {quantize}" if quantize is not None else None
@@ -187,9 +191,14 @@ def has_own_head(folder: Path) -> bool:
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, Stored]]:
-    """Yields the key and tensor of everything that a folder of either form holds."""
+    """Yields the key and tensor of everything that a folder of any form holds."""
     path = folder / ORBAX
-    if path.is_dir():
+    if is_made_of_gguf(folder):
+        from icejax.checkpoint.readers import gguf
+
+        for key, shape, dtype, read in gguf.keys(folder):
+            yield key, Stored(shape, dtype, read)
+    elif path.is_dir():
         from icejax.checkpoint.readers import orbax  # takes most of a second to import
 
         for key, about in orbax.stored(path).items():

@@ -173,7 +173,7 @@ BAD_ARGUMENTS = {
     "stdin twice": (["--prompt", "-", "--prompt", "-"], "--prompt - is given more than once: standard input can be read only once"),
     "stop that is no text": (["--prompt", "x", "--stop", "\udce9"], "a stop string must be Unicode text"),
     "keys first of whole pages": (["--cache-option", "keys_first=true", "--cache-option", "tail=false", *SHORT], "keys_first=true needs tail=true, got False: leave keys_first out"),
-    "missing model": (["--model", "/no/such", "--prompt", "x"], "/no/such: expected a checkpoint folder or a hub id such as org/name, found no such folder"),
+    "missing model": (["--model", "/no/such", "--prompt", "x"], "/no/such: expected a checkpoint folder, a GGUF file or a hub id such as org/name, found no such folder"),
     "no prompt": (["--model", str(ASSETS)], "no prompt: give --prompt TEXT"),
     "missing prompt file": (["--prompt-file", "/no/such"], "/no/such cannot be read: No such file or directory"),
     "empty prompt": (["--prompt", ""], "prompt 1 is empty: expected some text"),

@@ -1,0 +1,1 @@
+"""GGUF files: what lies in them, as a Hugging Face folder would hold it."""

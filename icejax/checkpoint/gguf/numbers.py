@@ -1,0 +1,62 @@
+"""The numbers of a GGUF tensor: floats as they are stored, codes of all types dequantised to float32 by the `gguf` package.
+
+`icejax.checkpoint.gguf.folder` and `icejax.checkpoint.readers.gguf` call it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+from gguf import quants
+from gguf.constants import GGMLQuantizationType
+
+from icejax.checkpoint import aligned
+from icejax.checkpoint.gguf.metadata import Tensor
+from icejax.checks.errors import InputError
+
+FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+CODES = frozenset(  # the types that the package dequantises
+    """Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ4_NL IQ4_XS TQ1_0
+    TQ2_0 MXFP4 NVFP4""".split()
+)
+BLOCK = 2**20  # numbers dequantised at once: the package's function takes several times their memory
+
+
+def read_numbers(tensor: Tensor, *, expert: int | None = None, heads: int = 0) -> np.ndarray:
+    """Returns the numbers of a tensor in its float type, or codes dequantised to float32.
+
+    Args:
+        expert: reads its matrix alone from a tensor [E, ...]; None: the whole tensor.
+        heads: number of heads whose interleaved rows are put in order; 0: none.
+
+    Raises:
+        InputError: the file has become shorter since its header was read.
+    """
+    shape, start, size = tensor.shape, tensor.start, tensor.size
+    if expert is not None:
+        size //= shape[0]
+        shape, start = shape[1:], start + expert * size
+    stored = aligned.empty((size,), np.dtype(np.uint8))
+    with tensor.file.open("rb") as stream:
+        stream.seek(start)
+        if stream.readinto(stored) < size:
+            raise InputError(f"{tensor.file} has become shorter while it was read: fetch it again")
+    if tensor.type in FLOATS:
+        stored = stored.view(FLOATS[tensor.type])
+    rows = stored.reshape(*shape[:-1], -1)
+    if heads:
+        rows = rows.reshape(heads, shape[0] // heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+    return rows if tensor.type in FLOATS else _dequantised(rows.reshape(-1, rows.shape[-1]), tensor.type).reshape(shape)
+
+
+def _dequantised(rows: np.ndarray, kind: str) -> np.ndarray:
+    """Returns the numbers f32[R, C] of the codes u8[R, bytes], in pieces of about `BLOCK` numbers."""
+    kind = GGMLQuantizationType[kind]
+    columns = quants.quant_shape_from_byte_shape(rows.shape, kind)[-1]
+    numbers, step = aligned.empty((len(rows), columns), np.dtype(np.float32)), math.ceil(BLOCK / columns)
+    with np.errstate(all="ignore"):  # scales may be anything
+        for i in range(0, len(rows), step):
+            numbers[i : i + step] = quants.dequantize(rows[i : i + step], kind)
+    return numbers
