@@ -22,6 +22,7 @@ from icejax.checkpoint.gguf.metadata import read_header
 from icejax.checkpoint.gguf.numbers import CODES, read_numbers
 from icejax.checks.errors import InputError
 from icejax.commands import generate
+from icejax.files import atomic_folder
 from tests.helpers import families, gguf_files
 
 HUGE = 2**60
@@ -128,8 +129,12 @@ def test_arrays_of_many_items_and_long_headers_are_refused(tmp_path, monkeypatch
     monkeypatch.setattr(metadata, "MOST_ITEMS", 99)
     with pytest.raises(InputError, match="its arrays have more than 99 items"):
         read_header(file)
+    monkeypatch.setattr(metadata, "MOST_ITEMS", 100)
     monkeypatch.setattr(metadata, "LARGEST_HEADER", 80)
-    with pytest.raises(InputError, match="is no sound GGUF file"):
+    with pytest.raises(InputError, match="its value of 'a' makes the header larger than 80 bytes"):
+        read_header(file)
+    monkeypatch.setattr(metadata, "MOST_ENTRIES", 0)
+    with pytest.raises(InputError, match="it promises 1 values, more than the 0 that are read"):
         read_header(file)
 
 
@@ -172,7 +177,7 @@ def test_tensors_lie_where_the_package_finds_them(small):
 @pytest.mark.parametrize("kind", sorted(CODES | {"F32", "F16", "BF16"}))
 def test_numbers_of_each_type_are_the_packages(kind, tmp_path, monkeypatch):
     """Random bytes, and rows in more than one piece; the package reads the same file."""
-    monkeypatch.setattr(numbers, "BLOCK", 700)
+    monkeypatch.setattr(numbers, "PIECE", 700)
     number = GGMLQuantizationType[kind]
     block, size = gguf.GGML_QUANT_SIZES[number]
     columns = max(256, block)
@@ -296,6 +301,26 @@ def test_the_folder_is_private_and_made_once(small, monkeypatch):
     assert folder.name.startswith("small-") and not list(folder.glob("*.gguf"))
     monkeypatch.setattr(gguf_folder, "_make", None)
     assert resolve(small) == resolve(folder) == folder
+
+
+def test_a_folder_that_another_process_makes_is_awaited(small, tmp_path, monkeypatch):
+    """The other holds the lock while this one begins, and makes the folder."""
+    shutil.copyfile(small, tmp_path / "small.gguf")
+    folder, claim = resolve(tmp_path / "small.gguf"), atomic_folder.claim
+    os.rename(folder, tmp_path / "made")
+    (lock := folder.parent / f".{folder.name}.lock").touch()
+
+    def claimed(path, *, mark):
+        os.rename(tmp_path / "made", folder)
+        raise InputError(f"{path} is in use")
+
+    monkeypatch.setattr(gguf_folder, "claim", claimed)
+    assert resolve(tmp_path / "small.gguf") == folder
+    lock.unlink()
+    shutil.rmtree(folder)
+    monkeypatch.setattr(gguf_folder, "claim", lambda path, *, mark: claim(Path("/proc/x"), mark=mark))
+    with pytest.raises(InputError, match="/proc/x cannot be written"):
+        resolve(tmp_path / "small.gguf")
 
 
 def test_another_file_of_the_same_header_has_another_folder(small, tmp_path):

@@ -65,19 +65,16 @@ def _make(folder: Path, model: Model) -> None:
     files = {"config.json": json.dumps(config, indent=2), POINTER: json.dumps({"file": str(model.files[0])})}
     files |= tokenizer_files(model.values)
     make_folder(folder.parent)
-    stop = time.monotonic() + SECONDS
-    while True:
+    lock, stop = folder.parent / f".{folder.name}.lock", time.monotonic() + SECONDS
+    while not (folder / POINTER).exists():  # another process may make it at the same time
         try:
             with claim(folder, mark=POINTER) as folder_claim, folder_claim.writing(private=True) as new_folder:
                 for name, text in files.items():
                     (new_folder / name).write_text(text, encoding="utf-8")
-            return
         except InputError:
-            if time.monotonic() > stop or not (folder.parent / f".{folder.name}.lock").exists():
-                if (folder / POINTER).exists():  # another process made it
-                    return
+            if not (folder / POINTER).exists() and (time.monotonic() > stop or not lock.exists()):
                 raise
-        time.sleep(0.05)
+            time.sleep(0.05)
 
 
 def _stem(name: str) -> str:

@@ -19,7 +19,8 @@ from icejax.checks.errors import InputError, quoted
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), "general.alignment"
 LARGEST_HEADER = 2**28  # bytes; that of a vocabulary of 262,144 tokens has 6 MiB
-MOST_ITEMS = 2**23  # items of all arrays together
+MOST_ITEMS = 2**22  # items of all arrays together
+MOST_ENTRIES = 2**16  # tensors, and values
 MOST_AXES = 4
 STRING, ARRAY = 8, 9
 # Types of values by their number in the file, as struct and numpy name them.
@@ -76,6 +77,8 @@ def read_header(file: Path) -> Header:
         for count, least, what in ((tensor_count, LEAST_ENTRY, "tensors"), (value_count, LEAST_VALUE, "values")):
             if count * least > reader.left:
                 raise reader.fault(f"it promises {count} {what}, and is too short for them")
+            if count > MOST_ENTRIES:
+                raise reader.fault(f"it promises {count} {what}, more than the {MOST_ENTRIES} that are read")
         values = _values(reader, value_count)
         tensors = _tensors(reader, tensor_count, _alignment(reader, values), size)
         return Header(values, tensors, reader.position)
@@ -103,17 +106,17 @@ class _Reader:
 
     @property
     def left(self) -> int:
-        """Bytes that the header may still have."""
-        return min(self._size, LARGEST_HEADER) - self.position
+        """Bytes that the file still has."""
+        return self._size - self.position
 
     def fault(self, what: str) -> InputError:
         return InputError(f"{self._file} is no sound GGUF file ({what}): fetch it again")
 
     def bytes(self, count: int, what: str = "header") -> bytes:
         if count > self.left:
-            if self._size > LARGEST_HEADER >= self.position + count - self.left:
-                raise self.fault(f"its {what} makes the header larger than {LARGEST_HEADER} bytes")
             raise self.fault(f"it ends within its {what}")
+        if self.position + count > LARGEST_HEADER:
+            raise self.fault(f"its {what} makes the header larger than {LARGEST_HEADER} bytes")
         data = self._stream.read(count)
         if len(data) < count:
             raise self.fault(f"it ends within its {what}")

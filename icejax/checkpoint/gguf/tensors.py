@@ -92,7 +92,7 @@ def mapped(raw: dict[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Mappe
         if top in TOP:
             less = int(gemma and top == "output_norm")
             yield Mapped(f"{TOP[top]}.{top_suffix}", tensor.shape, (tensor,), less=less)
-        elif module in EXPERTS:
+        elif module in EXPERTS and tensor.shape[0] == raw.get("num_local_experts", raw.get("num_experts")):
             path = f"model.layers.{layer}.mlp.experts"
             yield from (_fused if kind == "gpt_oss" else _experts)(path, layer, module, suffix, tensors)
         elif module in names:
