@@ -23,7 +23,14 @@ PIECE = 2**18  # numbers dequantised at once: more take longer, and the package'
 
 
 def read_numbers(tensor: Tensor, *, expert: int | None = None, heads: int = 0) -> np.ndarray:
-    """Returns the numbers of a tensor in its float type, or codes dequantised to float32.
+    """Returns the numbers of a tensor in its float type, or codes dequantised to float32; arguments as in `read_stored`."""
+    rows = read_stored(tensor, expert=expert, heads=heads)
+    shape = tensor.shape if expert is None else tensor.shape[1:]
+    return rows if tensor.type in FLOATS else _dequantised(rows.reshape(-1), tensor.type).reshape(shape)
+
+
+def read_stored(tensor: Tensor, *, expert: int | None = None, heads: int = 0) -> np.ndarray:
+    """Returns a tensor as it is stored: numbers of its float type, or the bytes of its blocks, u8[..., bytes of a row].
 
     Args:
         expert: reads its matrix alone from a tensor [E, ...]; None: the whole tensor.
@@ -46,7 +53,7 @@ def read_numbers(tensor: Tensor, *, expert: int | None = None, heads: int = 0) -
     rows = stored.reshape(*shape[:-1], -1)
     if heads:
         rows = rows.reshape(heads, shape[0] // heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-    return rows if tensor.type in FLOATS else _dequantised(rows.reshape(-1), tensor.type).reshape(shape)
+    return rows
 
 
 def _dequantised(stored: np.ndarray, kind: str) -> np.ndarray:
