@@ -41,8 +41,9 @@ from icejax.runtime import compiler_options, devices
 from icejax.runtime.host_reads.choose import try_ahead
 
 TURN = 16  # timed steps
-OURS = ("clustered", "coded")  # caches that take --cache-option
-SUBJECTS = ("full", "clustered", "coded", "dot-product", "transformers-dynamic", "transformers-static", "transformers-kvpress")
+OURS = ("clustered", "coded", "packed")  # caches that take --cache-option
+TRANSFORMERS = ("transformers-dynamic", "transformers-static", "transformers-kvpress")
+SUBJECTS = ("full", *OURS, "dot-product", *TRANSFORMERS)
 
 
 def makers(names: list[str], options: dict, model, config: dict) -> dict[str, Callable]:

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from icejax.cache.bases.all_tokens import TokenState
+from icejax.cache.bases.similar_pages import SimilarPages
+from icejax.cache.index.base import put_pages
+from icejax.cache.index.digest_tree import Digested
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import table_for
 from icejax.cache.protocol import Lengths
@@ -18,7 +21,8 @@ from icejax.engine.plan import Plan, make_plan
 from icejax.engine.prefill import prefill
 from icejax.models.decoder import CausalLM
 from icejax.ops.pages import tree
-from icejax.ops.pages.digests import digest, put
+from icejax.ops.pages.code_attention import CodedPages
+from icejax.ops.pages.digests import Digests, digest, put
 from icejax.runtime import devices
 
 BASE = 4096  # approximate tokens of the short prefill
@@ -28,8 +32,8 @@ NOISE = 0.1  # of the standard deviation of all keys, or values, of a layer
 def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) -> tuple[DecodeState, jax.Array | None]:
     """Returns decode state and pool of a cache of about `context` tokens, with synthetic keys and values.
 
-    Only whole pages are filled, so the context is up to a page shorter. Codes of keys stay 0, because ranking takes the same
-    time for all codes. For example, with 32 sinks, 16 filled window slots and pages of 16, a context of 5,000 tokens
+    Only whole pages are filled, so the context is up to a page shorter. The codes of `coded` stay 0, because ranking takes the
+    same time for all codes. For example, with 32 sinks, 16 filled window slots and pages of 16, a context of 5,000 tokens
     becomes 48 + 309 x 16 = 4,992, and the short prefill has 48 + 253 x 16 = 4,096 tokens.
     """
     base = BASE
@@ -57,17 +61,18 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
         # An empty state holds the same buffer several times, which cannot be donated.
         for i in plan.pooled:
             layers[i] = jax.tree.map(jnp.copy, plan.policies[i].init(plan.spec))
-        leaves = {i: layers[i].index.levels[0] for i in plan.pooled}
+        leaves = {i: _by_page(layers[i].index) for i in plan.pooled}
         for first in range(0, pages, per_copy):
             count = min(per_copy, pages - first)
             copy = _noisy(first_pages, noise, jnp.int32(first), scale=NOISE if first else 0.0)[:count]
             long_pool = host_pool.write_pages(long_pool, copy, table, jnp.int32(first))
             for nth, i in enumerate(plan.pooled):
-                leaves[i] = _put(leaves[i], copy[:, nth], jnp.int32(first), dtype=policy.digest_dtype)
+                leaves[i] = _put(leaves[i], copy[:, nth], jnp.int32(first), policy=policy)
         for i in plan.pooled:
-            prefilled = state.cache.layers[i]
-            fit = layers[i].index.fit and (prefilled.index.fit or layers[i].index.fit)
-            index = dataclasses.replace(layers[i].index, levels=_build(leaves[i]), scatter=prefilled.index.scatter, fit=fit)
+            prefilled, index = state.cache.layers[i], leaves[i]
+            if not isinstance(index, CodedPages):
+                fit = layers[i].index.fit and (prefilled.index.fit or layers[i].index.fit)
+                index = dataclasses.replace(layers[i].index, levels=_build(index), scatter=prefilled.index.scatter, fit=fit)
             layers[i] = dataclasses.replace(layers[i], window=prefilled.window, index=index, factors=prefilled.factors)
     lengths = Lengths.of(jnp.full(rows, context, jnp.int32), pages)
     cache = dataclasses.replace(state.cache, layers=tuple(layers), lengths=lengths, table=table)
@@ -102,8 +107,16 @@ def _noisy(pages: jax.Array, noise: jax.Array, shift: jax.Array, scale: float) -
 _build = jax.jit(tree.build, donate_argnums=0)  # a million tokens leave no room for a second copy
 
 
-@functools.partial(jax.jit, static_argnames="dtype", donate_argnums=0)
-def _put(leaves, pages: jax.Array, first: jax.Array, *, dtype: str | None):
-    """Writes the digests of whole pages dtype[P', B, K, 2, p, H] at page `first` of `leaves`; donates `leaves`."""
+def _by_page(index: Digested | CodedPages) -> Digests | CodedPages:
+    """Returns what an index holds of each page."""
+    return index if isinstance(index, CodedPages) else index.levels[0]
+
+
+@functools.partial(jax.jit, static_argnames="policy", donate_argnums=0)
+def _put(leaves: Digests | CodedPages, pages: jax.Array, first: jax.Array, *, policy: SimilarPages):
+    """Writes digests, or codes, of whole pages dtype[P', B, K, 2, p, H] at page `first` of `leaves`; donates `leaves`."""
     k, v = (pages[:, :, :, i].transpose(1, 2, 0, 3, 4) for i in (0, 1))
-    return put(leaves, digest(k, v, jnp.ones(k.shape[:4], bool), dtype), first)
+    mask = jnp.ones(k.shape[:4], bool)
+    if isinstance(leaves, CodedPages):
+        return put_pages(leaves, policy.index.describe(k, v, mask), first)
+    return put(leaves, digest(k, v, mask, policy.digest_dtype), first)

@@ -27,7 +27,7 @@ from icejax.checks import numbers as ranges
 from icejax.checks.errors import InputError
 
 PLAIN = "plain"  # weights in the dtype of --dtype
-OURS = ("clustered", "coded", "tolerant")  # caches that take --cache-option
+OURS = ("clustered", "coded", "packed", "tolerant")  # caches that take --cache-option
 
 
 def rows(arguments: argparse.Namespace):

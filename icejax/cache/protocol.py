@@ -135,6 +135,7 @@ class View:
         rerotate: takes heads after RoPE [B, T, N, H] and a shift in positions for each token [B, T]; returns the heads at
             the shifted positions. For policies with `rerotates`.
         project: takes heads [B, T, N, H] to the layer's output [B, T, D], as the attention block does.
+        near: keys, values and mask of sinks and window, in a decode step of a retrieval policy.
     """
 
     lengths: Lengths
@@ -143,6 +144,7 @@ class View:
     guess: Callable[[], jax.Array] | None = None
     rerotate: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     project: Callable[[jax.Array], jax.Array] | None = None
+    near: tuple[jax.Array, jax.Array, jax.Array] | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -18,6 +18,7 @@ from icejax.cache.policies.keydiff import KeyDiff
 from icejax.cache.policies.lacache import LaCache
 from icejax.cache.policies.magicpig import MagicPIG
 from icejax.cache.policies.omnikv import OmniKV
+from icejax.cache.policies.packed import Packed
 from icejax.cache.policies.pariskv import ParisKV
 from icejax.cache.policies.pqcache import PQCache
 from icejax.cache.policies.pyramidkv import PyramidKV
@@ -54,6 +55,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "lacache": LaCache,
     "magicpig": MagicPIG,
     "omnikv": OmniKV,
+    "packed": Packed,
     "pariskv": ParisKV,
     "pqcache": PQCache,
     "pyramidkv": PyramidKV,

@@ -13,9 +13,10 @@ from bench import decode, prefill, shapes
 from bench.fill import BASE, fill
 from bench.scopes import python_ms, scope_of
 from bench.subjects import Transformers, _warm_up
-from icejax.cache.registry import Clustered, Full
+from icejax.cache.registry import Clustered, Full, Packed
 from icejax.checks.errors import InputError
 from icejax.engine.plan import make_plan
+from icejax.ops.pages.key_codes import decode_keys
 from icejax.runtime import compiler_options, devices
 from tests.helpers import families
 from tests.helpers.layer import assert_digests, stored
@@ -56,6 +57,20 @@ def test_a_filled_clustered_cache_is_whole(model):
         assert_digests(layer_state.index.levels, 1, 0, pages)
     first, repeated = (pool_pages[0, page, 0, 0, 0] for page in (0, (BASE - device_tokens) // policy.page_size))
     assert 0 < np.abs(first - repeated).max() < 1.0  # a copy with noise
+
+
+@pytest.mark.slow
+def test_a_filled_packed_cache_has_codes_of_all_pages(model):
+    policy = Packed(budget=64)
+    plan = make_plan(model, policy, batch_size=1, prompt_tokens=CONTEXT, new_tokens=16)
+    state, pool = fill(model, plan, policy, context=CONTEXT)
+    pages = stored(pool, state.cache.table)[0]
+    for layer, layer_state in enumerate(state.cache.layers):
+        index = layer_state.index
+        counts, keys = np.asarray(index.count), np.asarray(decode_keys(index.keys, policy.page_size, policy.codes, "float32"))
+        used = int((counts > 0).sum(-1).max())
+        assert counts.sum(-1).max() + policy.window_layout.sinks + policy.window_layout.fill == int(state.cache.lengths.seen[0])
+        assert np.abs(keys[0, 0, :used] - pages[:used, layer, 0, 0, :, : keys.shape[-1]]).mean() < 0.1 * keys.std()
 
 
 def test_a_filled_full_cache_repeats_real_keys(model):

@@ -10,7 +10,7 @@ import pytest
 import icejax
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import Extents
-from icejax.cache.registry import Clustered, Coded, Full, OmniKV, ParisKV, PQCache, Quest, RetroInfer, SnapKV, Streaming
+from icejax.cache.registry import Clustered, Coded, Full, OmniKV, Packed, ParisKV, PQCache, Quest, RetroInfer, SnapKV, Streaming
 from icejax.checks.errors import InputError
 from icejax.engine import batch as rows
 from icejax.engine.batch import empty_batch, end, extract, fold_into_prompt, fork, insert
@@ -36,8 +36,15 @@ EXACT = {
     "retroinfer": RetroInfer(budget=ROOM),
     "pariskv": ParisKV(budget=ROOM),
     "coded": Coded(budget=ROOM, page_size=PAGE, compact_every=32),
+    "packed": Packed(budget=ROOM, page_size=PAGE, compact_every=32),
 }
-SINGLE_TOKENS = ("pqcache", "retroinfer", "pariskv", "coded")  # policies that fetch single tokens; test_omnikv has OmniKV
+SINGLE_TOKENS = (
+    "pqcache",
+    "retroinfer",
+    "pariskv",
+    "coded",
+    "packed",
+)  # policies that fetch single tokens; test_omnikv has OmniKV
 
 
 def slow(*values):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache.registry import Clustered, Coded, Full, SnapKV, Streaming
+from icejax.cache.registry import Clustered, Coded, Full, Packed, SnapKV, Streaming
 from icejax.checks.errors import InputError
 from icejax.engine.request import AnswerOptions
 from icejax.engine.response import GenerationResponse, join
@@ -26,6 +26,7 @@ CACHES = {
     "full": Full(),
     "clustered": Clustered(**PAGES),
     "coded": Coded(**PAGES),
+    "packed": Packed(**PAGES),
     "snapkv": SnapKV(budget=ROOM),
     "evicting": Streaming(budget=48),
 }
@@ -116,7 +117,7 @@ def assert_equal(actual: GenerationResponse, expected: GenerationResponse) -> No
     np.testing.assert_allclose(*scores, rtol=0, atol=tolerances.LOGITS)
 
 
-@pytest.mark.parametrize("name", ["clustered", *map(slow, ("full", "coded", "snapkv"))])
+@pytest.mark.parametrize("name", ["clustered", *map(slow, ("full", "coded", "packed", "snapkv"))])
 def test_rows_that_come_and_go_equal_rows_that_begin_together(model, of_full_cache, name):
     for actual, expected in zip(answers_at_all_phases(model, CACHES[name]), of_full_cache, strict=True):
         assert_equal(actual, expected)

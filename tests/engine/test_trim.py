@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.cache.registry import Clustered, Coded, Full, OmniKV, Quest, SnapKV
+from icejax.cache.registry import Clustered, Coded, Full, OmniKV, Packed, Quest, SnapKV
 from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.extend import extend
 from icejax.engine.prefill import prefill
@@ -21,6 +21,7 @@ POLICIES = {
     "clustered": Clustered(budget=ROOM, page_size=PAGE, compact_every=32),
     "resident": Clustered(budget=ROOM, page_size=PAGE, compact_every=32, resident=True),
     "coded": Coded(budget=ROOM, page_size=PAGE, compact_every=32),
+    "packed": Packed(budget=ROOM, page_size=PAGE, compact_every=32),
     "quest": Quest(budget=ROOM, page_size=PAGE),
     "omnikv": OmniKV(budget=ROOM, generated=16, every=2, wait=0),
 }

@@ -26,9 +26,13 @@ def _file(model: dict, **steps) -> dict:
     return dict(version="1.0", truncation=None, padding=None, added_tokens=added, post_processor=None, model=model) | steps
 
 
-def byte_level() -> dict:
-    """Returns a tokenizer.json that keeps numbers and line breaks together, as GPT-2's expression does and Qwen2's does not."""
-    words = ["12", "\u0120x", "\u010a\u010a", "he", "\u0120he"]
+def byte_level(words: tuple[str, ...] = ()) -> dict:
+    """Returns a tokenizer.json that keeps numbers and line breaks together, as GPT-2's expression does and Qwen2's does not.
+
+    Args:
+        words: more words that are tokens.
+    """
+    words = ["12", "\u0120x", "\u010a\u010a", "he", "\u0120he", *words]
     model = _bpe([*SPECIAL, *sorted(ByteLevel.alphabet())], words)
     step = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
     return _file(model, normalizer=None, pre_tokenizer=step, decoder=step)

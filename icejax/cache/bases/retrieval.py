@@ -157,7 +157,7 @@ class Retrieval(CachePolicy):
         *planes, mask = (jnp.concatenate(x, axis=2) for x in (*zip(window.sinks, window.newest, strict=True), masks))
         near = (*heads.from_planes(tuple(planes)), mask)
         with jax.named_scope("select"):
-            selection = self.find(heads, state.index, view)
+            selection = self.find(heads, state.index, replace(view, near=near))
         attended, selection, state = self.fetch_and_attend(replace(state, window=window), heads, near, selection, view)
         state = replace(state, ids=jnp.where(selection.counts > 0, selection.ids, NOTHING))
         shape = heads.q.shape[:3]

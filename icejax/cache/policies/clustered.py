@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 
 from jaxtyping import Array, Float
 
-from icejax.cache.bases.digest_pages import DigestPages, ScaledState
+from icejax.cache.bases.digest_pages import DigestPages
 from icejax.cache.bases.reranking import KEY_ONLY_FACTOR, attend_best, attend_keys_first
 from icejax.cache.bases.retrieval import Near, Pages
 from icejax.cache.bases.selection import Selection
+from icejax.cache.bases.similar_pages import ScaledState
 from icejax.cache.index.digest_tree import Digested
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Report, View
 from icejax.checks.errors import InputError, quoted

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from icejax.cache.bases.channel_scaling import scaled
-from icejax.cache.bases.digest_pages import DigestPages, ScaledState
+from icejax.cache.bases.digest_pages import DigestPages
 from icejax.cache.bases.reranking import attend_best
 from icejax.cache.bases.retrieval import NOTHING, Near, PagedState, Pages
 from icejax.cache.bases.selection import Selection
+from icejax.cache.bases.similar_pages import ScaledState
 from icejax.cache.index.digest_tree import Digested
 from icejax.cache.protocol import Heads, Lengths, Outcome, Report, View
 from icejax.cache.sizes import CacheSpec

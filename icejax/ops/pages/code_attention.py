@@ -1,0 +1,121 @@
+"""Attention to tokens in codes of a few bits: which of them weigh most, and what all others contribute.
+
+Policy Packed calls it in a decode step. Codes are [B, K, P, ...]; they are decoded in parts, one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from icejax.ops.attention.dense import EINSUM, Attended, Scoring, masked_scores
+from icejax.ops.pages.key_codes import KeyCodes, decode_keys, encode_keys
+from icejax.ops.slots import merge_heads
+from icejax.ops.topk import best
+
+SCALES = "int8"  # of offsets and steps; in 16 bits errors were nearly the same, for more bytes
+PARTS = 8  # parts in which codes are decoded
+LEAST = 128  # pages of a part; smaller parts would make many small products
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class CodedPages:
+    """The keys and values of pages in codes, each with an offset and a step per page and channel.
+
+    Attributes:
+        count: tokens of a page; 0 for an empty page.
+        values: None where the keys hold the values.
+    """
+
+    count: jax.Array  # i32[B, K, P]
+    keys: KeyCodes
+    values: KeyCodes | None
+
+
+class CodedTokens(NamedTuple):
+    """The result of `attend_codes`.
+
+    Attributes:
+        ids: the slots of largest weight among all P p slots, largest first, i32[B, K, M].
+        counts: 1 for a slot with a token, 0 for an empty one, i32[B, K, M].
+        rest: attention to the tokens in all other slots, f32[B, K, G, Hv] and f32[B, K, G].
+    """
+
+    ids: jax.Array
+    counts: jax.Array
+    rest: Attended
+
+
+def encode_pages(
+    k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"], bits: int
+) -> CodedPages:
+    """Returns the codes of pages; slots outside `mask` are not read."""
+    keys, values = (None if x is None else encode_keys(x, mask, bits, SCALES) for x in (k, v))
+    return CodedPages(mask.sum(-1, dtype=jnp.int32), keys, values)
+
+
+def attend_codes(
+    q: Float[Array, "B K G H"],
+    pages: CodedPages,
+    near: Float[Array, "B K G"],
+    *,
+    scoring: Scoring,
+    page_size: int,
+    bits: int,
+    wanted: int,
+    value_size: int,
+) -> CodedTokens:
+    """Returns the `wanted` slots of largest softmax weight, summed over query heads, and the attention to all others by codes.
+
+    With the weights 0.5, 0.2 and 0.1 of three tokens, 0.2 of the tokens outside the pages, and `wanted` 1, the first slot is
+    returned; in the rest the other two weigh 2/3 and 1/3.
+
+    Args:
+        near: log-sum-exp of the tokens outside the pages; -inf if there are none.
+        value_size: channels of a value; where keys hold the values, their first channels.
+    """
+    p, queries, parts = page_size, merge_heads(q), _parts(pages.count.shape[2])
+    slots = merge_heads(jnp.arange(p)[None, None, None] < pages.count[..., None])
+    slots = slots.reshape(len(queries), -1)
+    scores, codes = [], pages.keys
+    for part in parts:
+        keys, mask = _decoded(codes, part, p, bits, str(q.dtype)), slots[:, None, part.start * p : part.stop * p]
+        scores.append(masked_scores(queries, keys, mask, scoring=scoring))
+        # The next part waits for these scores: XLA:GPU would otherwise hold the decoded keys of all parts at once.
+        codes, scores[-1] = jax.lax.optimization_barrier((codes, scores[-1]))
+    scores = jnp.concatenate(scores, axis=-1)
+    total = jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1), merge_heads(near))
+    worth = jnp.where(slots, jnp.exp(scores - _finite(total)[..., None]).sum(1), -1.0)
+    ids, selected, (counts,) = best(worth, min(wanted, worth.shape[-1]), slots.astype(jnp.int32))
+    scores = jnp.where(selected[:, None], -jnp.inf, scores)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    weights, out = jnp.exp(scores - _finite(lse)[..., None]), jnp.zeros((*queries.shape[:2], value_size))
+    codes = codes if pages.values is None else pages.values
+    for part in parts:
+        values = _decoded(codes, part, p, bits, str(q.dtype))
+        part_weights = weights[..., part.start * p : part.stop * p].astype(values.dtype)
+        out += EINSUM("rgs,rsh->rgh", part_weights, values[..., :value_size])
+        codes, out = jax.lax.optimization_barrier((codes, out))
+    return jax.tree.map(lambda x: x.reshape(*q.shape[:2], *x.shape[1:]), CodedTokens(ids, counts, Attended(out, lse)))
+
+
+def _parts(pages: int) -> list[slice]:
+    """Returns parts of at least `LEAST` pages, and at most `PARTS` of them."""
+    size = max(LEAST, -(-pages // PARTS))
+    return [slice(first, min(first + size, pages)) for first in range(0, pages, size)]
+
+
+def _decoded(codes: KeyCodes, part: slice, page_size: int, bits: int, dtype: str) -> Float[Array, "R S _"]:
+    """Returns the decoded keys or values of a part of the pages."""
+    vectors = merge_heads(decode_keys(jax.tree.map(lambda x: x[:, :, part], codes), page_size, bits, dtype))
+    return vectors.reshape(len(vectors), -1, vectors.shape[-1])
+
+
+def _finite(lse: Float[Array, "R G"]) -> Float[Array, "R G"]:
+    """Returns a log-sum-exp as a base of exponents: 0 without any token."""
+    return jnp.where(jnp.isneginf(lse), 0.0, lse)

@@ -1,0 +1,70 @@
+"""The packed policy, which keeps all tokens in codes and attends exactly to the best of them, against plain numpy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from icejax.cache.options import make_policy
+from icejax.cache.registry import Packed
+from icejax.cache.sizes import CacheSpec
+from icejax.checks.errors import InputError
+from icejax.ops.pages import code_attention
+from icejax.ops.pages.key_codes import decode_keys
+from tests import tolerances
+from tests.cache.test_clustered import STEPS, assert_reference
+from tests.helpers import layer as harness
+from tests.reference import packed as reference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("codes", "atol"), [(4, tolerances.CODES), (3, tolerances.EXACT)], ids=["4", "3"])
+def test_200_steps_equal_the_reference(monkeypatch, codes, atol):
+    """Codes decoded in six parts, twelve flushes and three compactions; long and short prompts."""
+    monkeypatch.setattr(harness, "PROMPT", 1024)
+    monkeypatch.setattr(code_attention, "LEAST", 16)
+    policy = Packed(budget=64, codes=codes, compact_every=64)
+    assert_reference(monkeypatch, policy, (1000, 150, 20), STEPS, levels=None, reference=reference.Packed, atol=atol)
+
+
+@pytest.mark.slow
+def test_rows_that_join_late_equal_the_reference(monkeypatch):
+    policy = Packed(budget=48, page_size=8, compact_every=32)
+    assert_reference(monkeypatch, policy, (250, 21, 7), 70, levels=None, clock=7, reference=reference.Packed)
+
+
+def test_codes_go_where_their_pages_go():
+    rng, size = np.random.default_rng(0), (1, 2, 6, 8, 16)
+    spec = CacheSpec(
+        batch_size=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=16,
+        value_dim=16,
+        prompt_capacity=32,
+        new_capacity=16,
+        dtype="float32",
+    )
+    codes = Packed(page_size=8).index
+    k, v = (jnp.asarray(rng.standard_normal(size), jnp.float32) for _ in range(2))
+    index = codes.with_pages(codes.empty(spec, 6), codes.describe(k, v, jnp.ones(size[:-1], bool)), jnp.int32(0))
+    moved = codes.after_move(index, jnp.array([5, 4]), jnp.array([True, False]), jnp.int32(2), behind=4)
+    np.testing.assert_array_equal(moved.count[0, 0], [8, 8, 8, 0, 0, 0])
+    for vectors, x in (("keys", k), ("values", v)):
+        before, after = (np.asarray(decode_keys(getattr(y, vectors), 8, 4, "float32")) for y in (index, moved))
+        np.testing.assert_array_equal(after[:, :, :3], before[:, :, [0, 1, 5]])
+        assert np.abs(before - x).max() < 0.2 and not after[:, :, 3:].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(codes=1), "codes must be one of 2, 3, 4, 8, got 1"),
+        (dict(codes="5"), "codes must be one of 2, 3, 4, 8, got 5"),
+        (dict(budget=20), "budget must hold 5 sinks, a window of 21 and a page of 16: at least 42, got 20"),
+        (dict(page_dtype="int8"), "cache 'packed' has no option 'page_dtype': expected one of budget, "),
+        (dict(opened=8), "cache 'packed' has no option 'opened': expected one of budget, "),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        make_policy("packed", options)

@@ -1,0 +1,79 @@
+"""Attention to pages in codes, decoded in parts, against plain numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from icejax.ops.attention.dense import Scoring
+from icejax.ops.pages import code_attention
+from icejax.ops.pages.key_codes import decode_keys
+from tests import tolerances
+from tests.reference import packed as reference
+
+B, K, G, P, SLOTS, SIZE = 2, 2, 3, 13, 8, 16
+
+
+def drawn(*, latent: bool = False):
+    """Returns queries, keys, values, a mask with partial and empty pages, and the log-sum-exp of the tokens near."""
+    rng = np.random.default_rng(3)
+    q = 1.5 * rng.standard_normal((B, K, G, SIZE)).astype(np.float32)
+    k = rng.standard_normal((B, K, P, SLOTS, SIZE)).astype(np.float32)
+    mask = np.arange(SLOTS) < rng.integers(0, SLOTS + 1, (B, K, P, 1))
+    v = None if latent else rng.standard_normal((B, K, P, SLOTS, SIZE - 4)).astype(np.float32)
+    k, v = (None if x is None else np.where(mask[..., None], x, np.nan) for x in (k, v))
+    return q, k, v, mask, 3 * rng.standard_normal((B, K, G)).astype(np.float32)
+
+
+def attend(q, k, v, mask, near, *, scoring: Scoring, wanted: int, dtype: str = "float32"):
+    """Returns the pages and the attention to them."""
+    q, k, v = (None if x is None else jnp.asarray(x, dtype) for x in (q, k, v))
+    pages = code_attention.encode_pages(k, v, jnp.asarray(mask), 4)
+    options = dict(scoring=scoring, page_size=SLOTS, bits=4, wanted=wanted, value_size=SIZE - 4)
+    return pages, code_attention.attend_codes(q, pages, jnp.asarray(near), **options)
+
+
+@pytest.mark.parametrize("wanted", [20, P * SLOTS])
+@pytest.mark.parametrize(("softcap", "latent"), [(None, False), (2.0, False), (None, True)], ids=["plain", "capped", "latent"])
+def test_the_best_tokens_and_the_rest_equal_numpy(monkeypatch, softcap, latent, wanted):
+    """In three parts; of 104 slots the rest may be empty. In a latent layer keys hold the values."""
+    monkeypatch.setattr(code_attention, "LEAST", 5)
+    q, k, v, mask, near = drawn(latent=latent)
+    scoring = Scoring(SIZE**-0.5, softcap)
+    pages, tokens = attend(q, k, v, mask, near, scoring=scoring, wanted=wanted)
+    keys = np.asarray(decode_keys(pages.keys, SLOTS, 4, "float32"), np.float64)
+    values = keys if latent else np.asarray(decode_keys(pages.values, SLOTS, 4, "float32"), np.float64)
+    for row in np.ndindex(B, K):
+        there = np.flatnonzero(mask[row])
+        scores = q[row] @ keys[row].reshape(-1, SIZE)[there].T * scoring.scale
+        scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
+        best, out, lse = reference.rest(scores, near[row], values[row].reshape(P * SLOTS, -1)[there, : SIZE - 4], wanted)
+        np.testing.assert_array_equal(np.asarray(tokens.counts[row]), np.arange(wanted) < len(best))
+        np.testing.assert_array_equal(np.asarray(tokens.ids[row])[: len(best)], there[best])
+        np.testing.assert_allclose(tokens.rest.out[row], out, rtol=0, atol=tolerances.EXACT)
+        np.testing.assert_allclose(tokens.rest.lse[row], lse, rtol=0, atol=tolerances.EXACT)
+
+
+def test_bf16_decodes_and_attends_in_bf16():
+    q, k, v, mask, near = drawn()
+    exact, half = (attend(q, k, v, mask, near, scoring=Scoring(0.25), wanted=20, dtype=x)[1] for x in ("float32", "bfloat16"))
+    assert half.rest.out.dtype == jnp.float32
+    same = [len({*a} & {*b}) for a, b in zip(*(np.asarray(x.ids).reshape(-1, 20).tolist() for x in (exact, half)), strict=True)]
+    assert min(same) >= 19  # the last of the best may change
+    np.testing.assert_allclose(half.rest.lse, exact.rest.lse, rtol=0, atol=0.1)
+
+
+def test_no_part_decodes_all_pages(monkeypatch):
+    monkeypatch.setattr(code_attention, "LEAST", 5)
+    assert code_attention._parts(13) == [slice(0, 5), slice(5, 10), slice(10, 13)]
+    assert code_attention._parts(800) == [slice(first, first + 100) for first in range(0, 800, 100)]
+    q, k, v, mask, near = drawn()
+    q, k, v = map(jnp.asarray, (q, k, v))
+    pages = code_attention.encode_pages(k, v, jnp.asarray(mask), 4)
+
+    def step(q, pages):
+        options = dict(scoring=Scoring(0.25), page_size=SLOTS, bits=4, wanted=20, value_size=SIZE - 4)
+        return code_attention.attend_codes(q, pages, jnp.asarray(near), **options)
+
+    outputs = [x.aval for eqn in jax.make_jaxpr(step)(q, pages).eqns for x in eqn.outvars]
+    assert max(x.size for x in outputs if x.dtype == jnp.float32) <= 5 * B * K * SLOTS * SIZE
