@@ -6,15 +6,15 @@ The reference for icejax's reader of GGUF. Values, order of rows and norms are t
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import gguf
 import numpy as np
 import transformers as hf
 from gguf import quants
 from gguf.constants import GGMLQuantizationType
+
+from icejax.checkpoint.gguf import tokenizer_files
 
 # Hugging Face's model type -> llama.cpp's architecture, where the names differ.
 ARCHITECTURES = {"mistral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss"}
@@ -23,15 +23,23 @@ NO_TOKENIZER = {"tokenizer_config.json": "{}"}
 
 def without_tokenizers(monkeypatch) -> None:
     """Makes GGUF files' tokenizers those of `NO_TOKENIZER`: the tests of weights write no vocabulary."""
-    stand_in = SimpleNamespace(tokenizer_files=lambda values: NO_TOKENIZER)
-    monkeypatch.setitem(sys.modules, "icejax.checkpoint.gguf.tokenizer_files", stand_in)
+    monkeypatch.setattr(tokenizer_files, "tokenizer_files", lambda values: NO_TOKENIZER)
 
 
-def write(model: hf.PreTrainedModel, file: Path, kind: str = "F32", *, leave_out: tuple[str, ...] = (), **changes) -> Path:
+def write(
+    model: hf.PreTrainedModel,
+    file: Path,
+    kind: str = "F32",
+    *,
+    leave_out: tuple[str, ...] = (),
+    vocabulary: dict | None = None,
+    **changes,
+) -> Path:
     """Writes `model` as a GGUF file, matrices in type `kind`, and gives the model the weights that the file then holds.
 
     Args:
         kind: type of the matrices whose rows its blocks divide; others stay float32.
+        vocabulary: values of a tokenizer and its chat template, by key; None: the file has no tokenizer.
         leave_out: values that the file does not have, without the architecture's prefix.
         changes: values with the architecture's prefix, to add or to replace.
     """
@@ -44,7 +52,9 @@ def write(model: hf.PreTrainedModel, file: Path, kind: str = "F32", *, leave_out
     for name, value in values.items():
         if name not in leave_out and value is not None:
             _add(writer, f"{arch}.{name}", value)
-    writer.add_eos_token_id(config.eos_token_id or 2)
+    for key, value in (vocabulary or {"tokenizer.ggml.eos_token_id": config.eos_token_id or 2}).items():
+        if key != "general.architecture":
+            _add(writer, key, value)
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for key, parameter in model.state_dict().items():

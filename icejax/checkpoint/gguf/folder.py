@@ -14,7 +14,6 @@ import re
 import time
 from pathlib import Path
 
-import icejax
 from icejax.checkpoint.folder import POINTER
 from icejax.checkpoint.gguf.config import raw_config
 from icejax.checkpoint.gguf.numbers import read_numbers
@@ -85,8 +84,10 @@ def _stem(name: str) -> str:
 
 
 def _checksum(model: Model) -> str:
-    """Returns a checksum of the headers and the places of a model's files, and of the version that makes the folder."""
-    digest = hashlib.sha256(icejax.__version__.encode())
+    """Returns a checksum of the headers and the places of a model's files, and of the code that makes the folder of them."""
+    digest = hashlib.sha256()
+    for code in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(code.read_bytes())
     for file, size in zip(model.files, model.header_sizes, strict=True):
         digest.update(str(file).encode("utf-8", "surrogateescape"))
         with file.open("rb") as stream:
