@@ -208,7 +208,7 @@ BAD_ARGUMENTS = {
     "negative sinks": (["--prompt", "x", "--cache-option", "sinks=-1"], "sinks must be at least 0, got -1"),
     "temperature": (["--prompt", "x", "--temperature", "-1"], "temperature must be a number from 0 to 1e+06, got -1.0"),
     "new tokens": (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
-    "mistyped folder": (["--model", "./modle", "--prompt", "x"], "./modle: expected a checkpoint folder or a hub id"),
+    "mistyped folder": (["--model", "./modle", "--prompt", "x"], "./modle: expected a checkpoint folder, a GGUF file or a hub id"),
     "no hub id": (["--model", "org/na--me", "--prompt", "x"], "org/na--me: no such folder, and the hub does not bring it"),
     "system without chat": (["--prompt", "x", "--system", "s"], "--system needs --chat"),
     "tiny budget": (["--prompt", "x", "--budget", "3"], "a page of 16: at least 42, got 3"),
