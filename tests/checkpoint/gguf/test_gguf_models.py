@@ -203,3 +203,21 @@ def test_a_gguf_file_is_rounded_as_it_is_read(tmp_path):
     theirs.save_pretrained(tmp_path / "folder")
     expected = all_logits(load_model(tmp_path / "folder", quantize="int8"), prompt, Full())
     np.testing.assert_array_equal(rounded, expected)
+
+
+# Changes of a model without which transformers reads another one: it knows the heads' size of some
+# families by its defaults alone, and drops RoPE's scaling.
+READ_BY_TRANSFORMERS = {
+    "llama-gqa": {},
+    "qwen2-plain": {},
+    "qwen3-plain": dict(head_dim=128),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READ_BY_TRANSFORMERS)
+def test_logits_equal_transformers_reading_the_file(name, tmp_path):
+    theirs = families.build(families.row(name), **(MODELS[name] | READ_BY_TRANSFORMERS[name]))
+    file = gguf_files.write(theirs, tmp_path / "model.gguf", "Q8_0", vocab_size=theirs.config.vocab_size)
+    read = type(theirs).from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32).eval()
+    same_logits(read, file)
