@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import icejax
 from bench.capture import Captured
-from icejax.ops.pages import key_codes, tree_walk
+from icejax.ops.pages import tree_walk
 from icejax.ops.pages.digests import NARROW
 from icejax.ops.pages.packing import pack
 
@@ -84,7 +84,7 @@ class Method:
         opened: nodes of the tree opened per level; None: as in `Clustered`.
         value_fit: whether the tail's values are estimated from keys.
         keys_first: whether the keys of twice as many pages are fetched, and then only the values of the best tokens.
-        codes: bits per channel of key codes that rank the tokens of four times as many pages before the fetch, as in `Coded`.
+        codes: bits per channel of the codes that rank the tokens of four times as many pages before the fetch, as in `Coded`.
         singly: with `codes`, whether single tokens are fetched then, or whole pages.
         group: how the query heads of a KV head choose pages together (`icejax.ops.pages.tree_walk.PageGroup`).
         digest_dtype, page_dtype: narrower dtypes of digests and pages; None: fp32.
@@ -109,7 +109,7 @@ RERANKED = Method(candidates=None, keys_first=True)
 WHOLE = replace(RERANKED, keys_first=False)
 DEFAULT = (RERANKED, WHOLE, replace(RERANKED, value_fit=False), replace(RERANKED, walk=False))
 FEWER = (RERANKED, *(replace(RERANKED, fetched=n) for n in (28, 40)), *(replace(RERANKED, opened=n) for n in (80, 96, 112)))
-CODED = (RERANKED, *(replace(WHOLE, codes=bits, singly=singly) for singly in (True, False) for bits in key_codes.BITS))
+CODED = (RERANKED, *(replace(WHOLE, codes=bits, singly=singly) for singly in (True, False) for bits in (1, 2, 4)))
 METHODS = (
     Method(tail=False, walk=False),
     Method(walk=False),

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 
 import icejax
 from bench.methods import Method, residents
+from icejax.cache.bases.reranking import at
 from icejax.cache.index.digest_tree import Digested
 from icejax.cache.policies.arkvale import CuboidIndex
 from icejax.cache.policies.quest import BoundsIndex, bound
 from icejax.ops.attention.dense import Attended, Scoring, merge_by_lse
-from icejax.ops.pages import key_codes, tree, tree_walk
-from icejax.ops.pages.code_reranking import RerankedTokens, rerank_by_codes
+from icejax.ops.pages import tree, tree_walk
+from icejax.ops.pages.code_attention import CodedPages, CodedTokens, attend_codes
 from icejax.ops.pages.digests import digest, score
 from icejax.ops.pages.key_scatter import along
 from icejax.ops.pages.paged_attention import attend_paged, attend_whole
@@ -88,51 +89,38 @@ def select(q, pages, index: Digested, *, fetched: int, method: Method, guess=Non
 
 @jax.jit(static_argnames=("page_size", "bits", "wanted", "whole"))
 def look_again(
-    q,
-    codes: key_codes.KeyCodes,
-    index: Digested,
-    walk: tree_walk.WalkResult,
-    *,
-    page_size: int,
-    bits: int,
-    wanted: int,
-    whole: bool,
-) -> RerankedTokens:
+    q, codes: CodedPages, walk: tree_walk.WalkResult, *, page_size: int, bits: int, wanted: int, whole: bool
+) -> CodedTokens:
     """Ranks the tokens of the chosen pages by codes; returns the tokens or pages to fetch, and the tail with the others."""
-
-    def take(x: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(x, walk.page_ids.reshape(*walk.page_ids.shape, *(1,) * (x.ndim - 3)), axis=2)[0]
-
-    pages = replace(jax.tree.map(take, index.levels[0]), count=walk.counts[0])
-    keys = key_codes.decode_keys(jax.tree.map(lambda x: take(x)[None], codes), page_size, bits)[0]
-    tail, fit = Attended(walk.tail_out[0], walk.tail_lse[0]), jax.tree.map(lambda x: x[0], from_keys_of(index))
-    return rerank_by_codes(q[0], keys, pages, tail, fit, scoring=Scoring(q.shape[-1] ** -0.5), wanted=wanted, whole=whole)
+    return attend_codes(
+        q, replace(at(codes, walk.page_ids), count=walk.counts), walk.tail_lse, scoring=Scoring(q.shape[-1] ** -0.5),
+        page_size=page_size, bits=bits, wanted=wanted, value_size=walk.tail_out.shape[-1],
+        tail=Attended(walk.tail_out, walk.tail_lse), whole=whole,
+    )  # fmt: skip
 
 
-def of_pages(walk: tree_walk.WalkResult, looked: RerankedTokens) -> tree_walk.WalkResult:
+def of_pages(walk: tree_walk.WalkResult, looked: CodedTokens) -> tree_walk.WalkResult:
     """Returns the walk's result with only the pages that ranking by codes has kept."""
-    ids = jnp.take_along_axis(walk.page_ids, looked.best[None], axis=2)
-    return replace(
-        walk, page_ids=ids, counts=looked.counts[None], tail_out=looked.tail.out[None], tail_lse=looked.tail.lse[None]
-    )
+    ids = jnp.take_along_axis(walk.page_ids, looked.ids, axis=2)
+    return replace(walk, page_ids=ids, counts=looked.counts, tail_out=looked.rest.out, tail_lse=looked.rest.lse)
 
 
 @jax.jit(static_argnames="budget")
-def attention_of_tokens(q, k_all, v_all, pages, walk: tree_walk.WalkResult, looked: RerankedTokens, *, budget: int):
+def attention_of_tokens(q, k_all, v_all, pages, walk: tree_walk.WalkResult, looked: CodedTokens, *, budget: int):
     """Returns output and scores as `attention` does, where single tokens are fetched."""
     sinks, window = residents(budget)
     heads, tokens, size = k_all.shape
 
     def take(x: jax.Array) -> jax.Array:
         x = jnp.take_along_axis(x, walk.page_ids[..., None, None], axis=2)[0].reshape(heads, -1, size)
-        return jnp.take_along_axis(x, looked.best[..., None], axis=1)
+        return jnp.take_along_axis(x, looked.ids[0][..., None], axis=1)
 
     resident = [jnp.concatenate([x[:, :sinks], x[:, tokens - window :]], axis=1) for x in (k_all, v_all)]
     keys, values = (take(x)[:, :, None] for x in pages[:2])
     resident_slots, scoring = (*resident, jnp.ones(resident[0].shape[:2], bool)), Scoring(size**-0.5)
-    attended, _ = attend_whole(q[0], resident_slots, (keys, values, looked.counts[..., None] > 0), scoring=scoring)
+    attended, _ = attend_whole(q[0], resident_slots, (keys, values, looked.counts[0][..., None] > 0), scoring=scoring)
     logits = jnp.einsum("kgh,kmsh->kgms", q[0], keys)[..., 0] * size**-0.5
-    return merge_by_lse(*attended, *looked.tail)[0], jnp.where(looked.counts[:, None] > 0, logits, -jnp.inf)
+    return merge_by_lse(*attended, *(x[0] for x in looked.rest))[0], jnp.where(looked.counts[0][:, None] > 0, logits, -jnp.inf)
 
 
 @jax.jit(static_argnames="budget")

@@ -50,7 +50,7 @@ from icejax.cache.policies.coded import OVERSAMPLING
 from icejax.cache.pool.page_format import decode_pages, encode_pages
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer, number
-from icejax.ops.pages import key_codes
+from icejax.ops.pages.code_attention import encode_pages as encode_codes
 from icejax.runtime import devices
 
 REPEATS = 5
@@ -96,20 +96,20 @@ def _measure(layers, paged, references, *, budget: int, method: Method, prompts:
         )
         index = index_of(pages, dtype=method.digest_dtype)
         index = index if method.value_fit and method.tail else replace(index, fit=None)
-        codes = None if method.codes is None else key_codes.encode_keys(pages[0], pages[2], method.codes)
+        codes = None if method.codes is None else encode_codes(*pages, method.codes)
         if method.page_dtype is not None:
             pages = (*(decode_pages(encode_pages(x, np.dtype(np.uint8)), "float32") for x in pages[:2]), pages[2])
         for q, (reference, middle_logits, threshold, _, sharp) in zip(layer.q, layer_references, strict=True):
             grouped = q.reshape(1, layer.k.shape[0], -1, q.shape[-1])
 
-            num_kept = budget - sinks - window if method.singly else min(fetched, num_whole)
+            num_kept = (budget - sinks - window) // (1 if method.singly else page_size)
 
             def run(q=grouped, pages=pages, index=index, codes=codes, fetched=fetched, num_kept=num_kept):
                 selection = select(q, pages, index, fetched=fetched, method=method)
                 if codes is None:
                     return selection, None
                 sizes = dict(page_size=pages[0].shape[3], bits=method.codes, wanted=num_kept, whole=not method.singly)
-                reranked = look_again(q, codes, index, selection, **sizes)
+                reranked = look_again(q, codes, selection, **sizes)
                 return (selection, reranked) if method.singly else (of_pages(selection, reranked), None)
 
             jax.block_until_ready(run())
@@ -150,7 +150,7 @@ def _moved(ranked: int, pages: int, exact: int, method: Method) -> float:
     """
     if method.keys_first:
         return (ranked + exact) / KEY_ONLY_FACTOR
-    return exact if method.codes and method.singly else pages
+    return exact if method.codes else pages
 
 
 def _errors(errors, prompts: int) -> dict:

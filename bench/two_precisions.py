@@ -3,7 +3,9 @@
 The command captures the queries, keys and values of a model that reads real text: 6 queries behind a text of each kind and
 length. It prints one JSON line per method (`form`), and a table on stderr:
 
-- `dense8`, `dense4`, `kivi`: all tokens as llama.cpp's q8_0 and q4_0 and KIVI with 4 bits store them.
+- `dense8`, `dense4`, `kivi`: all tokens as llama.cpp's q8_0 and q4_0 (without a rotation) and KIVI with 4 bits store them.
+- `policy`: a cache policy of `--policies`, such as `q8_0:rotate=false`, that decodes the tokens behind the text. Its keys are
+  those of the model, without the clustered cache's scaled channels.
 - `packed`: all pages in codes, and the best `exact` tokens exactly; sinks and window are exact, no digests.
 - `today`: what `clustered` does: keys of 112 pages, values of the best tokens, digests for all other pages.
 - `look`: keys and values of `pages` pages in codes, the best `exact` tokens exactly, digests for all other pages.
@@ -22,7 +24,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -34,6 +36,9 @@ import icejax
 from bench import published
 from bench.capture import Captured, capture
 from bench.coded_attention import Coding, attend, attend_dense, coded, kivi_keys, kivi_values, look, q4_0, q8_0
+from bench.compare.cells import policy_from
+from bench.compare.subject import Subject
+from bench.compare.text import SHORT, Text
 from bench.flags import listed, numbers
 from bench.methods import RERANKED, form, residents
 from bench.needle import task
@@ -161,6 +166,21 @@ def _peers(layers: list[Captured]) -> Iterator[dict]:
         yield dict(form=name) | _figures(errors, bus_bytes=0, host_bytes=0, device_bytes=width * size)
 
 
+def policy_rows(model, names: list[str], ids: list[int], length: int, layers: list[int]) -> Iterator[dict]:
+    """Yields the row of each cache policy: errors of the tokens after the first `length`, over some layers."""
+    text = Text.read(model, ids[:length])
+    behind = text.then(ids[length:])
+    for name in names:
+        subject = Subject(model, policy_from(name), prompt_tokens=length, new_tokens=SHORT)
+        subject.take(text)
+        errors = subject.measure(behind).errors[:, layers].mean((0, 2)).tolist()
+        spec = replace(subject._plan.spec_of(layers[0]), dtype="bfloat16")
+        state = jax.eval_shape(functools.partial(subject._plan.policies[layers[0]].init, spec))
+        device_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / (spec.num_kv_heads * spec.capacity)
+        row = dict(form="policy", policy=name)
+        yield row | _figures(errors, bus_bytes=0, host_bytes=0, device_bytes=device_bytes)
+
+
 def _today(x: Paged, pages: int, budget: int) -> jax.Array:
     outputs = []
     for q in x.q:
@@ -201,6 +221,9 @@ def measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict]:
     texts, scales = listed("--texts", arguments.texts, task.KINDS), listed("--scales", arguments.scales, SCALES)
     by_token = [name == "token" for name in listed("--values", arguments.values, ("channel", "token"))]
     centred = [name == "yes" for name in listed("--centred", arguments.centred, ("yes", "no"))]
+    policies = arguments.policies.split(",") if arguments.policies else []
+    for policy in policies:
+        policy_from(policy)
     seed, most_exact = integer("--seed", arguments.seed, least=0), arguments.exact
     most_exact = None if most_exact is None else integer("--exact", most_exact, least=0)
     parts = itertools.product(_bits(arguments.bits), scales, by_token, centred)
@@ -208,16 +231,20 @@ def measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict]:
     name = "bundled" if arguments.model == ASSETS else arguments.model
     folder = published.folder(name, say=console.print) if name in published.MODELS else arguments.model
     model, tokenizer = icejax.load(folder, dtype="float32")
+    if policies and any(window is not None for window in model.config.windows):
+        raise InputError(f"--policies needs a model of full attention, {name} has sliding windows")
     channels = dict(balance=not arguments.no_balance)
     environment = channels | dict(device=str(devices.device().device_kind), jax=jax.__version__)
     for length, kind in itertools.product(lengths, texts):
         ids = text(tokenizer, kind, length + QUERIES, seed)
-        policies = layer_policies(icejax.Clustered(), model.config, capacity=length + QUERIES)
+        by_layer = layer_policies(icejax.Clustered(), model.config, capacity=length + QUERIES)
         captured = capture(model, ids[:length], ids[length:], **channels)
-        layers = [x for x in captured if not isinstance(policies[x.layer], Full)]
-        console.print(f"{name}, {kind}, {length} tokens: {len(layers)} of {len(policies)} layers")
+        layers = [x for x in captured if not isinstance(by_layer[x.layer], Full)]
+        console.print(f"{name}, {kind}, {length} tokens: {len(layers)} of {len(by_layer)} layers")
+        labels = dict(model=Path(name).name, text=kind, length=length, layers=len(layers))
         for row in rows(layers, budgets=budgets, pages=pages, codings=codings, most_exact=most_exact):
-            labels = dict(model=Path(name).name, text=kind, length=length, layers=len(layers))
+            yield labels | row | environment
+        for row in policy_rows(model, policies, ids, length, [x.layer for x in layers]) if policies else ():
             yield labels | row | environment
 
 
@@ -226,7 +253,8 @@ def line(row: dict) -> str:
     bits = f"{row['key_bits']}/{row['value_bits']}" if "key_bits" in row else ""
     values = {True: "token", False: "channel", None: ""}[row.get("by_token")]
     scales = row.get("scales", "") + ("-c" if row.get("centred") else "")
-    words = (row["form"], row.get("budget", ""), bits, scales, values, row.get("pages", ""), row.get("exact", ""))
+    name = row.get("policy", row["form"])
+    words = (name, row.get("budget", ""), bits, scales, values, row.get("pages", ""), row.get("exact", ""))
     sizes = (f"{row[name]:.0f}" for name in ("bus_bytes", "host_bytes", "device_bytes"))
     return " ".join(f"{word!s:>9}" for word in (*words, f"{row['error']:.4f}", *sizes))
 
@@ -245,6 +273,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--scales", default="bfloat16,int8", help=f"dtypes of offsets and steps, of {', '.join(SCALES)}")
     parser.add_argument("--values", default="channel,token", help="what shares an offset and a step of values")
     parser.add_argument("--centred", default="no", help="whether the head's mean key is subtracted first: yes, no or yes,no")
+    parser.add_argument("--policies", default="", help="cache policies too, with options as in kivi:bits=2 (default: none)")
     parser.add_argument("--no-balance", action="store_true", help="leave channels of keys and queries as the model has them")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)

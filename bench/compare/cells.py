@@ -104,21 +104,21 @@ def contenders(names: Sequence[str], budgets: Sequence[str], length: int) -> tup
     accepted, left_out = [], []
     tokens_by_budget = {budget: _tokens(budget, length) for budget in budgets}
     for name in dict.fromkeys(names):
-        policy = _policy(name)
+        policy = policy_from(name)
         if policy.budget is None and name not in KNOBS:
             accepted.append(Contender(name, "all", None, policy))
             continue
         for budget, tokens in tokens_by_budget.items():
             try:
                 accepted.append(
-                    Contender(name, budget, tokens, policy if policy.budget is None else _policy(name, tokens, length))
+                    Contender(name, budget, tokens, policy if policy.budget is None else policy_from(name, tokens, length))
                 )
             except InputError as error:
                 left_out.append(f"{name}, budget {budget} of {length} tokens: left out: {error}")
     return accepted, left_out
 
 
-def _policy(name: str, budget: int | None = None, length: int = 0) -> CachePolicy:
+def policy_from(name: str, budget: int | None = None, length: int = 0) -> CachePolicy:
     """Returns the policy of a name with options behind colons; these replace options that follow from budget and length."""
     name, *texts = name.split(":")
     options = dict(text.partition("=")[::2] for text in texts)

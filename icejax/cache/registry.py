@@ -15,7 +15,9 @@ from icejax.cache.policies.full import Full, Ring
 from icejax.cache.policies.h2o import H2O
 from icejax.cache.policies.infinigen import InfiniGen
 from icejax.cache.policies.keydiff import KeyDiff
+from icejax.cache.policies.kivi import Kivi
 from icejax.cache.policies.lacache import LaCache
+from icejax.cache.policies.llama_cpp import Q4_0, Q8_0
 from icejax.cache.policies.magicpig import MagicPIG
 from icejax.cache.policies.omnikv import OmniKV
 from icejax.cache.policies.packed import Packed
@@ -52,6 +54,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "h2o": H2O,
     "infinigen": InfiniGen,
     "keydiff": KeyDiff,
+    "kivi": Kivi,
     "lacache": LaCache,
     "magicpig": MagicPIG,
     "omnikv": OmniKV,
@@ -59,6 +62,8 @@ POLICIES: dict[str, type[CachePolicy]] = {
     "pariskv": ParisKV,
     "pqcache": PQCache,
     "pyramidkv": PyramidKV,
+    "q4_0": Q4_0,
+    "q8_0": Q8_0,
     "quest": Quest,
     "restkv": ReSTKV,
     "retroinfer": RetroInfer,

@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.models.parts.latent_attention import Expanded
-from icejax.ops.attention.dense import Attended, causal
+from icejax.ops.attention.causal import causal
+from icejax.ops.attention.dense import Attended
 
 Kept = TypeVar("Kept")
 

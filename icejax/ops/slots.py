@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from icejax.ops.topk import ranks
 
 
-def append(buffer: Float[Array, "R S H"], new: Float[Array, "B K H"], slot: Int[Array, " B"]) -> Float[Array, "R S H"]:
+def append(buffer: Shaped[Array, "R S H"], new: Shaped[Array, "B K H"], slot: Int[Array, " B"]) -> Shaped[Array, "R S H"]:
     """Returns `buffer` with `new` in slot `slot` of each row; rows and KV heads are one axis, R = B K."""
     heads = new.shape[1]
     slots, new = jnp.repeat(slot, heads), merge_heads(new)[:, None].astype(buffer.dtype)
@@ -25,8 +25,8 @@ def append(buffer: Float[Array, "R S H"], new: Float[Array, "B K H"], slot: Int[
 
 
 def append_text(
-    buffer: Float[Array, "R S H"], new: Float[Array, "B T K H"], slot: Int[Array, " B"], count: Int[Array, " B"]
-) -> Float[Array, "R S H"]:
+    buffer: Shaped[Array, "R S H"], new: Shaped[Array, "B T K H"], slot: Int[Array, " B"], count: Int[Array, " B"]
+) -> Shaped[Array, "R S H"]:
     """Returns `buffer` with the first `count` new tokens of each row in the slots from `slot` on.
 
     Only T slots of a row are read and written, so a text costs the same in a large buffer.

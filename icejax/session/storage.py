@@ -11,10 +11,11 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import stat
 import typing
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -124,12 +125,17 @@ class StoredSession:
             host_memory_limit: bytes of host memory that the pool may take; None: all free memory.
 
         Raises:
-            InputError: the file is damaged or missing, or the host has too little memory.
+            InputError: the file is damaged or missing or of another version, or the host has too little memory.
         """
         about, empty = self.about, empty_cache(plan)
+        cached = cache_kinds(empty)
+        if _array_names(self.arrays) != _array_names(cached):
+            raise InputError(
+                f"{self.path} was saved by another version of icejax, whose cache {self.identity['cache.name']!r} keeps other "
+                "arrays: use that version, or begin a new session in another folder"
+            )
         if about.pages > (plan.pool.pages if plan.pooled else 0):
             damaged(self.path, f"it has {about.pages} pages and there is no room for them")
-        cached = cache_kinds(empty)
         with self.open() as file:
             file.expect(_kinds(plan, cached, tokens=about.tokens, pages=about.pages))
             token_ids = file.read(TOKENS)
@@ -162,6 +168,11 @@ class StoredSession:
         """Yields the file of the arrays; InputError if it is missing or its size changed since it was saved."""
         with _reading(self.path), open(_checked(self.path, current_folder(self.path) / ARRAYS), "rb") as file:
             yield ArrayFile(self.path, file, self.arrays)
+
+
+def _array_names(names: Iterable[str]) -> set[str]:
+    """Returns the names of a cache's arrays without numbers of layers and levels: `cache.layers.window.sinks`."""
+    return {re.sub(r"\.\d+", "", name) for name in names if name.startswith("cache.")}
 
 
 def _kinds(plan: Plan, cached: Kinds, *, tokens: int, pages: int) -> Kinds:

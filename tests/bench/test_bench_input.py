@@ -23,6 +23,8 @@ BAD = {
     "two_precisions --pages few": "--pages must be whole numbers, comma-separated, got 'few'",
     "two_precisions --texts novels": "--texts must be of code, documentation, licence, prose, got 'novels'",
     "two_precisions --scales int4": "--scales must be of ",
+    "two_precisions --policies q8_1": "unknown cache 'q8_1': expected one of ",
+    "two_precisions --policies kivi:bits=3": "bits must be one of 2, 4, got 3",
     "two_precisions --model /nosuch": "/nosuch: expected a checkpoint folder, a GGUF file or a hub id such as org/name, found no such folder",
     "sharing --length 10": "--length must be at least 512, got 10",
     "sharing --length 16001": "--length must be at most 16000, got 16001",

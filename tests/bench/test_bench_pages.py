@@ -2,6 +2,7 @@
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -105,3 +106,15 @@ def test_uneven_channels_change_no_score_and_are_brought_back():
             groups = [heads.q.reshape(len(heads.q), len(heads.k), -1, heads.k.shape[-1]) for heads in (plain_heads, scaled)]
             scores = [np.einsum("tkgh,ksh->tkgs", q, heads.k) for q, heads in zip(groups, (plain_heads, scaled), strict=True)]
             np.testing.assert_allclose(scores[1], scores[0], rtol=0, atol=tolerances.EXACT * np.abs(scores[0]).max())
+
+
+def test_more_bits_leave_less_error():
+    rng = np.random.default_rng(0)
+    k, v = (jnp.asarray(rng.standard_normal((1, 2048, 16)), jnp.float32) for _ in range(2))
+    layer = capture.Captured(jnp.asarray(2 * rng.standard_normal((2, 2, 16)), jnp.float32), k, v, 0, None)
+    coded = [x for x in methods.SETS["coded"] if x.codes in (2, 4)]
+    sizes = dict(budgets=[256], page_sizes=[16], formations=["tree-2048-greedy"])
+    _, *rows = pages.rows([[layer]], **sizes, methods=coded)
+    error = {(x["codes"], x["singly"]): x["error"] for x in rows}
+    assert error[4, True] < 0.5 * error[2, True] and error[4, True] < error[4, False]
+    assert {x["tokens_fetched"] for x in rows} == {192} and {x["exact_tokens"] for x in rows} == {256}

@@ -43,6 +43,16 @@ def mean_error(layer: Captured, heads_of) -> float:
     return float(np.mean(errors))
 
 
+@pytest.mark.slow
+def test_policies_are_measured_on_a_model_and_full_has_no_error(bundled):
+    ids, layers = list(range(3, 203)), [0, 1, 2, 3]
+    rows = list(two_precisions.policy_rows(bundled[0], ["full", "q8_0", "q4_0", "kivi:residual=32"], ids, 194, layers))
+    full, *others = (row["error"] for row in rows)
+    assert full == 0 and 0 < others[0] < others[2] < others[1] < 0.5
+    size = bundled[0].config.head_dim
+    assert [row["device_bytes"] for row in rows[:3]] == [4 * size, 2 * size * 34 / 32, 2 * size * 18 / 32]
+
+
 @pytest.mark.parametrize("by_token", [False, True])
 def test_errors_and_bytes_equal_plain_numpy(layer, by_token):
     coding = Coding(4, 4, "bfloat16", by_token, False)

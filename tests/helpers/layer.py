@@ -17,7 +17,8 @@ from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import extents_for
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, View
 from icejax.cache.sizes import CacheSpec
-from icejax.ops.attention.dense import Scoring, causal
+from icejax.ops.attention.causal import causal
+from icejax.ops.attention.dense import Scoring
 from icejax.ops.pages import tree
 from icejax.ops.pages.digests import Digests
 from icejax.runtime.host_reads.choose import fetch_backend

@@ -14,6 +14,8 @@ from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import (
     H2O,
     PRESETS,
+    Q4_0,
+    Q8_0,
     TOVA,
     AdaKV,
     ArkVale,
@@ -24,6 +26,7 @@ from icejax.cache.registry import (
     Full,
     InfiniGen,
     KeyDiff,
+    Kivi,
     LaCache,
     MagicPIG,
     OmniKV,
@@ -53,7 +56,8 @@ class Row:
     Attributes:
         small: the policy at a budget far below the tested lengths.
         exact: returns the policy with room for that many tokens, when it must equal dense attention; None: it samples.
-        keeps_all: whether text added by `extend` attends to all earlier tokens, whatever the budget.
+        keeps_all: whether text added by `extend` attends exactly to all earlier tokens, whatever the budget.
+        rounding: largest error of a decoded token's own value.
         slow: whether the row's tests are slow tests; another row with the same base then runs by default.
     """
 
@@ -61,6 +65,7 @@ class Row:
     small: CachePolicy
     exact: Callable[[int], CachePolicy] | None
     keeps_all: bool = True
+    rounding: float = 1e-3
     slow: bool = False
 
     def __str__(self) -> str:
@@ -69,6 +74,10 @@ class Row:
 
 POLICIES = (
     Row("full", Full(), lambda budget: Full()),
+    Row("q8_0", Q8_0(), None, keeps_all=False, rounding=0.02, slow=True),
+    Row("q4_0", Q4_0(), None, keeps_all=False, rounding=0.5),
+    Row("kivi", Kivi(residual=32), lambda n: Kivi(residual=-n // 32 * -32), keeps_all=False),
+    Row("kivi-2", Kivi(bits=2, residual=64), lambda n: Kivi(bits=2, residual=-n // 32 * -32), keeps_all=False, slow=True),
     Row("clustered", Clustered(budget=64), lambda budget: Clustered(budget=budget)),
     Row("clustered-page-8", Clustered(budget=48, page_size=8), lambda budget: Clustered(budget=budget, page_size=8), slow=True),
     Row("clustered-no-tail", Clustered(budget=64, tail=False), lambda budget: Clustered(budget=budget, tail=False), slow=True),
@@ -100,7 +109,7 @@ POLICIES = (
         "tolerant", Tolerant(budget=64, tolerance=0.2), lambda n: Tolerant(budget=64, tolerance=1e-12, max_budget=n), slow=True
     ),
     Row("coded", Coded(budget=64, compact_every=32), lambda n: Coded(budget=2 * n, compact_every=32), slow=True),
-    Row("coded-pages", Coded(budget=64, singly=False), lambda n: Coded(budget=n, singly=False), slow=True),
+    Row("coded-pages", Coded(budget=64, singly=False), lambda n: Coded(budget=2 * n, singly=False), slow=True),
     Row("packed", Packed(budget=64, compact_every=32), lambda n: Packed(budget=2 * n, compact_every=32), slow=True),
     Row("quest", Quest(budget=64), lambda n: Quest(budget=2 * n)),
     Row("snapkv", SnapKV(budget=64, window=16), lambda n: SnapKV(budget=n), keeps_all=False),

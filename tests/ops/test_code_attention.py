@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.ops.attention.dense import Scoring
+from icejax.ops.attention.dense import Attended, Scoring
 from icejax.ops.pages import code_attention
 from icejax.ops.pages.key_codes import decode_keys
 from tests import tolerances
@@ -25,12 +25,12 @@ def drawn(*, latent: bool = False):
     return q, k, v, mask, 3 * rng.standard_normal((B, K, G)).astype(np.float32)
 
 
-def attend(q, k, v, mask, near, *, scoring: Scoring, wanted: int, dtype: str = "float32"):
-    """Returns the pages and the attention to them."""
+def attend(q, k, v, mask, near, *, scoring: Scoring, wanted: int, dtype: str = "float32", **more):
+    """Returns the pages and the attention to them; `more` are further arguments of `attend_codes`."""
     q, k, v = (None if x is None else jnp.asarray(x, dtype) for x in (q, k, v))
     pages = code_attention.encode_pages(k, v, jnp.asarray(mask), 4)
     options = dict(scoring=scoring, page_size=SLOTS, bits=4, wanted=wanted, value_size=SIZE - 4)
-    return pages, code_attention.attend_codes(q, pages, jnp.asarray(near), **options)
+    return pages, code_attention.attend_codes(q, pages, jnp.asarray(near), **options, **more)
 
 
 @pytest.mark.parametrize("wanted", [20, P * SLOTS])
@@ -52,6 +52,57 @@ def test_the_best_tokens_and_the_rest_equal_numpy(monkeypatch, softcap, latent, 
         np.testing.assert_array_equal(np.asarray(tokens.ids[row])[: len(best)], there[best])
         np.testing.assert_allclose(tokens.rest.out[row], out, rtol=0, atol=tolerances.EXACT)
         np.testing.assert_allclose(tokens.rest.lse[row], lse, rtol=0, atol=tolerances.EXACT)
+
+
+def decoded(pages, row):
+    """Returns the decoded keys and values f64[P p, _] of a row and KV head."""
+    return (
+        np.asarray(decode_keys(x, SLOTS, 4, "float32")[row], np.float64).reshape(P * SLOTS, -1)
+        for x in (pages.keys, pages.values)
+    )
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["tokens", "pages"])
+def test_a_guess_chooses_tokens_or_pages(monkeypatch, whole):
+    """The attention to the rest is that of the true queries; pages are chosen by the sum over their tokens."""
+    monkeypatch.setattr(code_attention, "LEAST", 5)
+    (q, k, v, mask, near), wanted = drawn(), 4 if whole else 20
+    guess = np.random.default_rng(4).standard_normal(q.shape).astype(np.float32)
+    pages, tokens = attend(q, k, v, mask, near, scoring=Scoring(0.25), wanted=wanted, guess=jnp.asarray(guess), whole=whole)
+    for row in np.ndindex(B, K):
+        (keys, values), slots = decoded(pages, row), mask[row].reshape(-1)
+        scores, guessed = (np.where(slots, 0.25 * x[row] @ keys.T, -np.inf) for x in (q, guess))
+        total = np.logaddexp(np.logaddexp.reduce(guessed, axis=1), near[row])
+        worth = np.exp(guessed - total[:, None]).sum(0).reshape(-1, SLOTS if whole else 1).sum(1)
+        best, unit = np.argsort(-worth, kind="stable")[:wanted], SLOTS if whole else 1
+        np.testing.assert_array_equal(tokens.ids[row], best)
+        np.testing.assert_array_equal(tokens.counts[row], slots.reshape(-1, unit).sum(1)[best])
+        others = slots & ~np.isin(np.arange(P * SLOTS) // unit, best)
+        lse = np.logaddexp.reduce(scores[:, others], axis=1)
+        expected = np.exp(scores[:, others] - lse[:, None]) @ values[others]
+        np.testing.assert_allclose(tokens.rest.lse[row], lse, rtol=0, atol=tolerances.EXACT)
+        np.testing.assert_allclose(tokens.rest.out[row], expected, rtol=0, atol=tolerances.EXACT)
+
+
+def test_the_tail_counts_in_the_rest():
+    """A row without tokens has the tail alone, and nothing without one."""
+    q, k, v, mask, near = drawn()
+    mask[0] = False
+    rng = np.random.default_rng(5)
+    tail = Attended(*(jnp.asarray(rng.standard_normal(x), jnp.float32) for x in ((B, K, G, SIZE - 4), (B, K, G))))
+    tail = tail._replace(lse=tail.lse.at[0, 0].set(-jnp.inf))
+    _, alone = attend(q, k, v, mask, near, scoring=Scoring(0.25), wanted=20)
+    _, tokens = attend(q, k, v, mask, near, scoring=Scoring(0.25), wanted=20, tail=tail)
+    np.testing.assert_array_equal(tokens.ids, alone.ids)
+    assert np.isneginf(tokens.rest.lse[0, 0]).all() and not np.asarray(tokens.rest.out[0, 0]).any()
+    np.testing.assert_allclose(tokens.rest.out[0, 1], tail.out[0, 1], rtol=0, atol=tolerances.EXACT)
+    np.testing.assert_allclose(tokens.rest.lse[0, 1], tail.lse[0, 1], rtol=0, atol=tolerances.EXACT)
+    (out, other), (lse, other_lse) = (
+        (np.asarray(x[1], np.float64) for x in pair) for pair in zip(alone.rest, tail, strict=True)
+    )
+    share = 1 / (1 + np.exp(lse - other_lse))[..., None]
+    np.testing.assert_allclose(tokens.rest.out[1], out * (1 - share) + other * share, rtol=0, atol=tolerances.EXACT)
+    np.testing.assert_allclose(tokens.rest.lse[1], np.logaddexp(lse, other_lse), rtol=0, atol=tolerances.EXACT)
 
 
 def test_bf16_decodes_and_attends_in_bf16():

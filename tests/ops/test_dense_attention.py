@@ -5,15 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.ops.attention.dense import (
-    Scoring,
-    attend_all,
-    attend_slots,
-    attend_with_lse,
-    causal,
-    causal_with_lse,
-    merge_by_lse,
-)
+from icejax.ops.attention.causal import causal
+from icejax.ops.attention.dense import Scoring, attend_all, attend_slots, attend_with_lse, causal_with_lse, merge_by_lse
 from tests import tolerances
 from tests.helpers import dense
 from tests.helpers.run import jitted

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from icejax.ops.attention import key_attention_sums as module
-from icejax.ops.attention.dense import EINSUM, Scoring, causal
+from icejax.ops.attention.causal import causal
+from icejax.ops.attention.dense import EINSUM, Scoring
 from icejax.ops.attention.key_attention_sums import key_attention_sums
 from icejax.ops.attention.recent_attention import recent_attention_sums
 from tests import tolerances

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.reference.clustered import Reference
+from tests.reference.packed import Packed
 
 
 def coded(keys: np.ndarray, bits: int) -> np.ndarray:
@@ -22,55 +22,38 @@ def coded(keys: np.ndarray, bits: int) -> np.ndarray:
     return decoded
 
 
-# entries of the tail: log-sum-exp [G], tokens, mean value [G, H]
-Rest = list[tuple[np.ndarray, np.ndarray, np.ndarray]]
-
-
-class Pages(Reference):
-    """`singly=false`: fetches the pages whose tokens weigh most by their codes; the other ranked pages count by their codes."""
+class Tokens(Packed):
+    """`singly=true`: fetches only the tokens that weigh most by their codes; the other tokens of ranked pages count by codes."""
 
     keys_first = False
 
-    def ranked_pages(self, q: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray], Rest]:
-        """Returns the ranked pages, their keys after coding, the weights of their tokens, and the rest."""
-        pages, rest = super().walk(q, self.policy.num_ranked(len(self.pages)))
-        keys = [coded(self.k[page], self.policy.codes) for page in pages]
-        scores = [q @ x.T * q.shape[-1] ** -0.5 for x in keys]
-        logits = np.concatenate([np.zeros((len(q), 0)), *scores, *(x[:, None] for x, *_ in rest)], axis=1)
-        base = np.logaddexp.reduce(logits, axis=1)[:, None] if logits.shape[1] else 0
-        return pages, keys, [np.exp(x - base).sum(0) for x in scores], rest
-
-    def coded_tail(self, q: np.ndarray, page: np.ndarray, keys: np.ndarray, fetched: np.ndarray) -> Rest:
-        """Returns the tail entry of the page's tokens that are not fetched; none if all are."""
-        unfetched = ~np.isin(page, fetched)
-        if not unfetched.any():
-            return []
-        scores = q @ keys[unfetched].T * q.shape[-1] ** -0.5
-        total = np.logaddexp.reduce(scores, axis=1)
-        key = np.exp(scores - total[:, None]) @ keys[unfetched] - keys.mean(0)
-        return [(total, page, self.v[page].mean(0) + self.told(key))]
-
-    def walk(self, q: np.ndarray, count: int) -> tuple[list[np.ndarray], Rest]:
-        pages, keys, weights, rest = self.ranked_pages(q)
-        best = np.argsort([-x.sum() for x in weights], kind="stable")[:count].tolist()
-        for i in set(range(len(pages))) - set(best):
-            rest += self.coded_tail(q, pages[i], keys[i], np.zeros(0, int))
-        return [pages[i] for i in best], rest
-
-
-class Tokens(Pages):
-    """`singly=true`: fetches only the tokens that weigh most by their codes."""
+    def selected(self, worth: np.ndarray, pages: list[np.ndarray]) -> np.ndarray:
+        """Returns the indices of the tokens to fetch, of `worth` [S], the summed weights of the tokens of `pages`."""
+        layout = self.policy.window_layout
+        return np.argsort(-worth, kind="stable")[: self.policy.budget - layout.sinks - layout.slots]
 
     def look(self, q: np.ndarray, resident: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        pages, keys, token_weights, rest = self.ranked_pages(q)
-        order = np.argsort(-np.concatenate([np.zeros(0), *token_weights]), kind="stable")
-        slots = self.policy.window_layout.sinks + self.policy.window_layout.slots
-        fetched = np.concatenate([np.zeros(0, int), *pages])[order[: self.policy.budget - slots]]
-        for page, page_keys in zip(pages, keys, strict=True):
-            rest += self.coded_tail(q, page, page_keys, fetched)
-        exact = np.concatenate([resident, fetched])
-        logits = np.concatenate([q @ self.k[exact].T * q.shape[-1] ** -0.5, *(x[:, None] for x, *_ in rest)], axis=1)
-        weights = np.exp(logits - logits.max(-1, keepdims=True))
-        out = weights[:, : len(exact)] @ self.v[exact]
-        out += sum(w[:, None] * value for w, (*_, value) in zip(weights[:, len(exact) :].T, rest, strict=True))
-        return out / weights.sum(-1, keepdims=True), np.zeros(len(q))
+        scale, (pages, nodes) = q.shape[-1] ** -0.5, self.walk(q, self.policy.num_ranked(len(self.pages)))
+        keys, values = self.coded_pages(pages)
+        scores, node_scores = q @ keys.T * scale, np.stack([x for x, *_ in nodes] or [np.full(len(q), -np.inf)], axis=1)
+        total = np.logaddexp(np.logaddexp.reduce(scores, axis=1), np.logaddexp.reduce(node_scores, axis=1))
+        worth = np.exp(scores - np.where(np.isneginf(total), 0, total)[:, None]).sum(0)
+        fetched = self.selected(worth, pages)
+        others, exact = np.setdiff1d(np.arange(len(worth)), fetched), np.concatenate([*pages, []]).astype(int)[fetched]
+        exact = np.concatenate([resident, exact])
+        logits = np.concatenate([q @ self.k[exact].T * scale, scores[:, others], node_scores], axis=1)
+        weights = np.exp(logits - np.logaddexp.reduce(logits, axis=1)[:, None])
+        out = weights[:, : -node_scores.shape[1]] @ np.concatenate([self.v[exact], values[others]])
+        for weight, (*_, value) in zip(weights[:, -node_scores.shape[1] :].T, nodes, strict=False):
+            out += weight[:, None] * value
+        return out, np.zeros(len(q))
+
+
+class Pages(Tokens):
+    """`singly=false`: fetches the pages whose tokens weigh most by their codes."""
+
+    def selected(self, worth: np.ndarray, pages: list[np.ndarray]) -> np.ndarray:
+        ends = np.cumsum([0, *map(len, pages)])
+        by_page = [worth[first:last].sum() for first, last in zip(ends[:-1], ends[1:], strict=True)]
+        best = np.argsort(-np.asarray(by_page), kind="stable")[: self.policy.num_fetched(len(self.pages))]
+        return np.concatenate([np.zeros(0, int), *(np.arange(ends[i], ends[i + 1]) for i in best)])

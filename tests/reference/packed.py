@@ -44,20 +44,20 @@ def rest(scores: np.ndarray, near: np.ndarray, values: np.ndarray, wanted: int) 
 class Packed(Reference):
     """State: as in `Reference`; codes of a page are computed once."""
 
-    def coded_pages(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the decoded keys and values of all pages, one page after the other."""
+    def coded_pages(self, pages: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the decoded keys and values of pages, one page after the other."""
         decoded = self.__dict__.setdefault("decoded", {})
-        for page in self.pages:
+        for page in pages:
             if page.tobytes() not in decoded:
                 sizes = (self.policy.page_size, self.policy.codes)
                 decoded[page.tobytes()] = coded(self.k[page], *sizes), coded(self.v[page], *sizes)
-        pages = [decoded[page.tobytes()] for page in self.pages]
+        pages = [decoded[page.tobytes()] for page in pages]
         keys, values = (np.concatenate([np.zeros((0, self.k.shape[1])), *(page[i] for page in pages)]) for i in (0, 1))
         return keys, values
 
     def look(self, q: np.ndarray, resident: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         scale, layout, tokens = q.shape[-1] ** -0.5, self.policy.window_layout, np.concatenate([[], *self.pages]).astype(int)
-        keys, values = self.coded_pages()
+        keys, values = self.coded_pages(self.pages)
         near = np.logaddexp.reduce(q @ self.k[resident].T * scale, axis=1)
         room = self.policy.budget - layout.sinks - layout.slots
         best, out, lse = rest(q @ keys.T * scale, near, values, room)

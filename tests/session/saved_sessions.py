@@ -25,6 +25,7 @@ from tests.helpers.letters import Letters
 from tests.helpers.policies import POLICIES
 
 ARCHIVE = Path(__file__).with_name("saved_sessions.tar.xz")
+REFUSED = "refused"  # folder of sessions of earlier versions that this one refuses, by policy
 ANSWERS = "answers.json"  # token ids of the answer to QUESTION, by session name
 CONFIG = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

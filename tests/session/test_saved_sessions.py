@@ -1,10 +1,12 @@
 """Sessions that an earlier commit saved still open and give the same answers."""
 
 import json
+import re
 import tarfile
 
 import pytest
 
+from icejax.checks.errors import InputError
 from icejax.session.session import Session
 from tests.helpers.letters import Letters
 from tests.session import saved_sessions
@@ -24,7 +26,15 @@ def model():
 
 
 def test_every_policy_has_a_saved_session(sessions):
-    assert {path.name for path in sessions.iterdir() if path.is_dir()} == set(saved_sessions.policies())
+    assert {path.name for path in sessions.iterdir() if path.is_dir()} == {saved_sessions.REFUSED, *saved_sessions.policies()}
+
+
+def test_a_session_whose_cache_kept_other_arrays_is_refused(sessions, model):
+    """Policy coded kept codes of keys alone once; its options are the same."""
+    folder = sessions / saved_sessions.REFUSED / "coded"
+    message = f"{folder} was saved by another version of icejax, whose cache 'coded' keeps other arrays: use that version, or "
+    with pytest.raises(InputError, match=f"^{re.escape(message)}begin a new session in another folder$"):
+        Session.load(folder, model, Letters())
 
 
 def test_every_saved_session_opens(sessions, model):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, View
 from icejax.cache.sizes import CacheSpec
@@ -66,10 +66,10 @@ def decode_in_slot(state: TokenState, heads: Heads, *, slot: jax.Array, last: ja
     return Outcome(state, attended, tokens=jnp.stack([tokens, tokens]))
 
 
-def slot_report(state: TokenState, lengths: Lengths) -> Report:
-    """Returns the report of a policy whose tokens are all in slots."""
-    heads = len(state.k) // len(lengths.origin)
-    return Report(None, heads * jnp.minimum(lengths.seen, state.k.shape[1]), heads * state.k.shape[1], 0)
+def slot_report(slots: Shaped[Array, "R S *_"], lengths: Lengths) -> Report:
+    """Returns the report of a policy whose tokens are all in slots, as `slots` are."""
+    heads = len(slots) // len(lengths.origin)
+    return Report(None, heads * jnp.minimum(lengths.seen, slots.shape[1]), heads * slots.shape[1], 0)
 
 
 @dataclass(frozen=True)
@@ -108,4 +108,4 @@ class AllTokens(CachePolicy):
         return state  # later slots are masked, and the next text is written over them
 
     def report(self, state: TokenState, lengths: Lengths) -> Report:
-        return slot_report(state, lengths)
+        return slot_report(state.k, lengths)

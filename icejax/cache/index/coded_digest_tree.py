@@ -1,4 +1,4 @@
-"""A digest tree together with the key codes of all tokens (`icejax.ops.pages.key_codes`); policy Coded selects by both."""
+"""A digest tree together with codes of all tokens (`icejax.ops.pages.code_attention`); policy Coded selects by both."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.index.base import PageNumber, move_pages, put_pages
 from icejax.cache.index.digest_tree import Described, Digested, DigestTree
+from icejax.cache.index.page_codes import PageCodes
 from icejax.cache.sizes import CacheSpec
-from icejax.ops.pages import key_codes
+from icejax.ops.pages.code_attention import CodedPages
 from icejax.ops.pages.digests import Digests
-from icejax.ops.pages.key_codes import KeyCodes
 
-Update = tuple[tuple[Digests, ...], KeyCodes]
+Update = tuple[tuple[Digests, ...], CodedPages]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CodedIndex(Digested):
-    """The digests of all pages, and the codes of their keys.
+    """The digests of all pages, and the codes of their keys and values.
 
     Attributes:
-        codes: codes of the keys of all pages.
+        codes: codes of the keys and values of all pages; None in a `flush_slice`.
     """
 
-    codes: KeyCodes
+    codes: CodedPages | None
 
 
 @dataclass(frozen=True)
@@ -35,26 +35,25 @@ class CodedTree(DigestTree):
     """Builds and updates a `CodedIndex`.
 
     Attributes:
-        page_size: slots of a page.
-        bits: bits of a code, one code per channel of a key.
+        page_codes: builds and updates the codes.
     """
 
-    page_size: int
-    bits: int
+    page_codes: PageCodes
 
     def empty(self, spec: CacheSpec, pages: int) -> CodedIndex:
-        shape = (spec.batch_size, spec.num_kv_heads, pages)
-        codes = key_codes.empty_codes(shape, self.page_size, spec.head_dim, self.bits, spec.dtype)
-        return CodedIndex(**vars(super().empty(spec, pages)), codes=codes)
+        return CodedIndex(**vars(super().empty(spec, pages)), codes=self.page_codes.empty(spec, pages))
 
     def describe(
         self, k: Float[Array, "B K P p H"], v: Float[Array, "B K P p Hv"] | None, mask: Bool[Array, "B K P p"]
     ) -> Described:
-        return *super().describe(k, v, mask), key_codes.encode_keys(k, mask, self.bits)
+        return *super().describe(k, v, mask), self.page_codes.describe(k, v, mask)
 
     def of_prompt(self, index: CodedIndex, described: Described) -> CodedIndex:
         codes = put_pages(index.codes, described[2], jnp.int32(0))
         return replace(super().of_prompt(index, described), codes=codes)
+
+    def flush_slice(self, index: CodedIndex, page: Int[Array, ""]) -> CodedIndex:
+        return replace(super().flush_slice(index, page), codes=self.page_codes.flush_slice(index.codes, page))
 
     def page_update(self, index: CodedIndex, described: Described, first: Int[Array, ""]) -> Update:
         return super().page_update(index, described, first), described[2]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from icejax.cache.bases.all_tokens import AllTokens, TokenState, decode_in_slot, empty_slots, slot_report
+from icejax.cache.bases.ring import ring_positions, with_new_tokens
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, View
 from icejax.cache.sizes import CacheSpec
 from icejax.ops.attention.dense import Attended, attend_all, causal_with_lse, merge_by_lse
@@ -21,18 +22,6 @@ from icejax.ops.slots import by_head, merge_heads, per_head, split_heads
 @dataclass(frozen=True)
 class Full(AllTokens):
     """Every token on the device, attended exactly: the reference for all other policies."""
-
-
-def _ring_positions(seen: jax.Array, slots: int) -> jax.Array:
-    """Returns the position of the token in each slot of a ring after `seen` i32[B] tokens, i32[B, slots]; below 0: empty.
-
-    A token at position t stands in slot t % slots. With 4 slots:
-
-        seen = 2    [0, 1, -2, -1]    slots 2 and 3 are empty
-        seen = 6    [4, 5, 2, 3]      tokens 4 and 5 have replaced 0 and 1
-    """
-    newest = seen[:, None] - 1
-    return newest - (newest - jnp.arange(slots)[None, :]) % slots
 
 
 @dataclass(frozen=True)
@@ -45,7 +34,7 @@ class Ring(CachePolicy):
         return empty_slots(spec, min(self.window, spec.capacity))
 
     def prefill(self, state: TokenState, heads: Heads, attended: Attended, view: View) -> Outcome:
-        position = _ring_positions(heads.lengths, state.k.shape[1])
+        position = ring_positions(heads.lengths, state.k.shape[1])
         index = jnp.maximum(position, 0)[:, :, None, None]
         filled = position[:, :, None, None] >= 0
         ring = state.each(lambda _, x: merge_heads(by_head(jnp.where(filled, jnp.take_along_axis(x, index, axis=1), 0))), heads)
@@ -53,10 +42,10 @@ class Ring(CachePolicy):
 
     def extend(self, state: TokenState, heads: Heads, view: View) -> Outcome:
         slots, seen = state.k.shape[1], view.lengths.seen
-        before, after = (_ring_positions(n, slots) for n in (seen, seen + heads.lengths))
+        before, after = (ring_positions(n, slots) for n in (seen, seen + heads.lengths))
         with jax.named_scope("attend"):
             attended = _attend_ring(state, heads, seen, position=before, window=self.window)
-        return Outcome(_with_new_tokens(state, heads, after - seen[:, None]), attended)
+        return Outcome(state.each(lambda old, x: with_new_tokens(old, x, after - seen[:, None]), heads), attended)
 
     def decode(self, state: TokenState, heads: Heads, view: View) -> Outcome:
         seen = view.lengths.seen
@@ -69,7 +58,7 @@ class Ring(CachePolicy):
         return state
 
     def report(self, state: TokenState, lengths: Lengths) -> Report:
-        return slot_report(state, lengths)
+        return slot_report(state.k, lengths)
 
 
 def _attend_ring(
@@ -89,20 +78,3 @@ def _attend_ring(
     to_new = causal_with_lse(heads.q, heads.k, heads.v, lengths=heads.lengths, window=window, scoring=heads.scoring)
     before, lse = attend_all(heads.q, keys, values, per_head(position >= 0, num_heads), near=near, scoring=heads.scoring)
     return Attended(*merge_by_lse(*to_new, before[..., : heads.v.shape[-1]], lse))
-
-
-def _with_new_tokens(state: TokenState, heads: Heads, at: Int[Array, "B S"]) -> TokenState:
-    """Returns the ring with new tokens: slot s of row b takes new token `at[b, s]` if the row has it, else keeps its own.
-
-    A row with 2 new tokens and at = [-1, 0, 1, 2]: slots 1 and 2 take its new tokens 0 and 1, slots 0 and 3 keep theirs.
-    """
-    index = jnp.clip(at, 0, heads.k.shape[1] - 1)[:, :, None, None]
-    is_new = ((at >= 0) & (at < heads.lengths[:, None]))[:, :, None, None]
-
-    def put(old: jax.Array, x: jax.Array) -> jax.Array:
-        new = jnp.where(is_new, jnp.take_along_axis(x, index, axis=1), 0)
-        return jnp.where(
-            merge_heads(by_head(jnp.broadcast_to(is_new, new.shape))), merge_heads(by_head(new)).astype(old.dtype), old
-        )
-
-    return state.each(put, heads)

@@ -1,13 +1,13 @@
-"""Dense attention: causal over a whole prompt in blocks, and of one or many queries over a masked set of keys.
+"""Dense attention in blocks of keys, and of one or many queries over a masked set of keys.
 
-The engine's prefill calls `causal`; policies and their bases call the masked forms and merge parts by log-sum-exp.
+`causal.py` calls it for prompts; policies and their bases call the masked forms and merge parts by log-sum-exp.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,9 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.runtime import devices
-
-LOG = logging.getLogger(__name__)
 BLOCK = 512  # queries and keys per block; measured fastest of 128-1024 on two CPU cores
 # fp32 products keep fp32 precision on every backend, as in PyTorch; narrower dtypes are not affected.
 EINSUM = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -61,52 +58,6 @@ class Attended(NamedTuple):
     lse: jax.Array
 
 
-def causal(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K Hv"],
-    *,
-    lengths: Int[Array, " B"],
-    window: int | None,
-    scoring: Scoring,
-) -> Attended:
-    """Returns causal attention of a right-padded prompt, in the dtype of `q`; outputs past `lengths` are undefined.
-
-    No array of size T x T is made. Values in padding, NaN included, do not reach a valid output. On GPU bf16 and fp16 run in
-    cuDNN, if the key size is a multiple of 8 up to 128, values have that size and scores have no cap; all else runs
-    in blocks with an online softmax (arXiv 2112.05682).
-
-    Example: with window 2 the query at position 5 sees the keys at 4 and 5.
-
-    Args:
-        lengths: tokens of each prompt, without padding.
-        window: newest keys up to itself that a query sees; None: all.
-    """
-    size, half = q.shape[-1], q.dtype in (jnp.bfloat16, jnp.float16)
-    plain = v.shape[-1] == size and scoring.softcap is None
-    if devices.platform() == "gpu" and half and plain and size % 8 == 0 and size <= 128:
-        LOG.info("prefill attention: cudnn")
-        valid = (jnp.arange(q.shape[1])[None, :] < lengths[:, None])[:, :, None, None]
-        out, lse = jax.nn.dot_product_attention(
-            q,
-            jnp.where(valid, k, 0),
-            jnp.where(valid, v, 0),
-            is_causal=True,
-            scale=scoring.scale,
-            local_window_size=None if window is None else (window - 1, 0),
-            query_seq_lengths=lengths,
-            key_value_seq_lengths=lengths,
-            implementation="cudnn",
-            return_residual=True,
-        )
-        # cuDNN's softmax statistics are the log-sum-exp in fp32, which JAX rounds to the dtype of `q`. XLA drops the rounding
-        # if the cast back to fp32 follows at once, and the barrier keeps both together.
-        return Attended(out, lax.optimization_barrier(lse.astype(jnp.float32)))
-    LOG.info("prefill attention: blockwise")
-    out, lse = causal_with_lse(q, k, v, lengths=lengths, window=window, scoring=scoring)
-    return Attended(out.astype(q.dtype), lse)
-
-
 def causal_with_lse(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
@@ -116,7 +67,7 @@ def causal_with_lse(
     window: int | None,
     scoring: Scoring,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
-    """Returns the same as `causal`, in fp32 and computed in blocks on every platform."""
+    """Returns causal attention of a right-padded prompt, as `causal.causal` does, in fp32 and in blocks on every platform."""
     block = math.gcd(BLOCK, q.shape[1])
     valid = (jnp.arange(q.shape[1])[None, :] < lengths[:, None])[:, :, None, None]
     k, v = (jnp.where(valid, x, 0).transpose(0, 2, 1, 3) for x in (k, v))  # B K T H
@@ -147,8 +98,36 @@ def attend_slots(
         window: newest keys up to itself that a query sees; None: all.
         block: keys per block.
     """
+
+    def read(start: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+        return tuple(lax.dynamic_slice_in_dim(x, start, count, axis=2) for x in (k, v))
+
+    sizes = dict(kv_heads=k.shape[1], slots=k.shape[2], value_dim=v.shape[3])
+    return attend_blocks(q, read, seen=seen, lengths=lengths, window=window, scoring=scoring, block=block, **sizes)
+
+
+def attend_blocks(
+    q: Float[Array, "B T N H"],
+    read: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]],
+    *,
+    kv_heads: int,
+    slots: int,
+    value_dim: int,
+    seen: Int[Array, " B"] | None,
+    lengths: Int[Array, " B"],
+    scoring: Scoring,
+    window: int | None = None,
+    below: Int[Array, " B"] | None = None,
+    block: int = BLOCK,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Returns the same as `attend_slots` for slots that are read block by block, as those of a cache in codes are.
+
+    Args:
+        read: returns keys [B, K, count, H] and values [B, K, count, Hv] of the slots from `start` on, given (start, count).
+        below: slots of each row that every query sees, all before this one, and the log-sum-exp is -inf without any; None:
+            the slots up to the query's position.
+    """
     batch, tokens, heads, size = q.shape
-    kv_heads, slots = k.shape[1:3]
     group, queries_per_block, block = heads // kv_heads, math.gcd(BLOCK, tokens), min(block, slots)
     before, fewest, most = (0, 0, 0) if seen is None else (seen[:, None, None, None], seen.min(), seen.max())
     # A row is a pair (query, head of the group), so one product serves all query heads of a KV head.
@@ -163,9 +142,9 @@ def attend_slots(
         def key_block(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
             total, weight, highest = carry
             start = j * block if slots % block == 0 else jnp.minimum(j * block, slots - block)
-            keys, values = (lax.dynamic_slice_in_dim(x, start, block, axis=2) for x in (k, v))
+            keys, values = read(start, block)
             key_position = (start + jnp.arange(block))[None, None, None, :]
-            visible = key_position <= position
+            visible = key_position <= position if below is None else key_position < below[:, None, None, None]
             if slots % block:  # the last block begins earlier, with keys of the block before
                 visible &= key_position >= j * block
             if window is not None:
@@ -176,21 +155,23 @@ def attend_slots(
             base = jnp.where(jnp.isneginf(new_highest), 0.0, new_highest)
             share = jnp.exp(scores - base[..., None])
             shrink = jnp.exp(highest - base)
-            total = total * shrink[..., None] + EINSUM("bkrs,bksh->bkrh", share.astype(v.dtype), values)
+            total = total * shrink[..., None] + EINSUM("bkrs,bksh->bkrh", share.astype(values.dtype), values)
             return total, weight * shrink + share.sum(-1), new_highest
 
         shape = (batch, kv_heads, count)
-        empty = jnp.zeros((*shape, v.shape[-1])), jnp.zeros(shape), jnp.full(shape, -jnp.inf)
+        empty = jnp.zeros((*shape, value_dim)), jnp.zeros(shape), jnp.full(shape, -jnp.inf)
         first = 0 if window is None else jnp.maximum(0, (fewest + first_query - window + 1) // block)
-        last = (jnp.minimum(most + first_query + queries_per_block, slots) + block - 1) // block
+        last = jnp.minimum(most + first_query + queries_per_block, slots) if below is None else below.max()
+        last = (last + block - 1) // block
         total, weight, highest = lax.fori_loop(first, last, key_block, empty)
+        mean = total / (weight if below is None else jnp.maximum(weight, 1e-30))[..., None]
         return tuple(
             lax.dynamic_update_slice_in_dim(output, x.astype(output.dtype), first_query * group, axis=2)
-            for output, x in zip(outputs, (total / weight[..., None], jnp.log(weight) + highest), strict=True)
+            for output, x in zip(outputs, (mean, jnp.log(weight) + highest), strict=True)
         )
 
     blocks = (lengths.max() + queries_per_block - 1) // queries_per_block
-    out, lse = lax.fori_loop(0, blocks, query_block, (jnp.zeros((*rows.shape[:3], v.shape[-1])), jnp.zeros(rows.shape[:3])))
+    out, lse = lax.fori_loop(0, blocks, query_block, (jnp.zeros((*rows.shape[:3], value_dim)), jnp.zeros(rows.shape[:3])))
     out, lse = (x.reshape(batch, kv_heads, tokens, group, *x.shape[3:]).swapaxes(1, 2) for x in (out, lse))
     return out.reshape(batch, tokens, heads, -1), lse.reshape(batch, tokens, heads)
 

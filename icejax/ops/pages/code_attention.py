@@ -1,6 +1,7 @@
 """Attention to tokens in codes of a few bits: which of them weigh most, and what all others contribute.
 
-Policy Packed calls it in a decode step. Codes are [B, K, P, ...]; they are decoded in parts, one after the other.
+Policies Packed and Coded call it in a decode step: for all pages, or for those that digests select. Codes are [B, K, P, ...];
+they are decoded in parts, one after the other.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class CodedTokens(NamedTuple):
     """The result of `attend_codes`.
 
     Attributes:
-        ids: the slots of largest weight among all P p slots, largest first, i32[B, K, M].
-        counts: 1 for a slot with a token, 0 for an empty one, i32[B, K, M].
-        rest: attention to the tokens in all other slots, f32[B, K, G, Hv] and f32[B, K, G].
+        ids: the slots of largest weight among all P p slots, or the pages, largest first, i32[B, K, M].
+        counts: tokens of each: 1 for a slot with a token, 0 for an empty one, i32[B, K, M].
+        rest: attention to the tokens in all other slots and to `tail`, f32[B, K, G, Hv] and f32[B, K, G].
     """
 
     ids: jax.Array
@@ -69,6 +70,9 @@ def attend_codes(
     bits: int,
     wanted: int,
     value_size: int,
+    tail: Attended | None = None,
+    guess: Float[Array, "B K G H"] | None = None,
+    whole: bool = False,
 ) -> CodedTokens:
     """Returns the `wanted` slots of largest softmax weight, summed over query heads, and the attention to all others by codes.
 
@@ -78,8 +82,12 @@ def attend_codes(
     Args:
         near: log-sum-exp of the tokens outside the pages; -inf if there are none.
         value_size: channels of a value; where keys hold the values, their first channels.
+        tail: attention to tokens outside the pages that count in the rest.
+        guess: queries to choose slots by instead of `q`.
+        whole: whether to return the pages of largest weight instead of slots.
     """
     p, queries, parts = page_size, merge_heads(q), _parts(pages.count.shape[2])
+    queries, group = queries if guess is None else jnp.concatenate([queries, merge_heads(guess)], axis=1), q.shape[2]
     slots = merge_heads(jnp.arange(p)[None, None, None] < pages.count[..., None])
     slots = slots.reshape(len(queries), -1)
     scores, codes = [], pages.keys
@@ -89,12 +97,20 @@ def attend_codes(
         # The next part waits for these scores: XLA:GPU would otherwise hold the decoded keys of all parts at once.
         codes, scores[-1] = jax.lax.optimization_barrier((codes, scores[-1]))
     scores = jnp.concatenate(scores, axis=-1)
-    total = jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1), merge_heads(near))
-    worth = jnp.where(slots, jnp.exp(scores - _finite(total)[..., None]).sum(1), -1.0)
-    ids, selected, (counts,) = best(worth, min(wanted, worth.shape[-1]), slots.astype(jnp.int32))
+    scores, choice = scores[:, :group], scores[:, -group:]
+    total = jnp.logaddexp(jax.nn.logsumexp(choice, axis=-1), merge_heads(near))
+    worth, counts = jnp.exp(choice - _finite(total)[..., None]).sum(1), slots.astype(jnp.int32)
+    if whole:
+        worth, counts = (x.reshape(len(x), -1, p).sum(-1) for x in (worth, counts))
+    ids, selected, (counts,) = best(jnp.where(counts > 0, worth, -1.0), min(wanted, worth.shape[-1]), counts)
+    selected = jnp.repeat(selected, p, axis=1) if whole else selected
     scores = jnp.where(selected[:, None], -jnp.inf, scores)
-    lse = jax.nn.logsumexp(scores, axis=-1)
-    weights, out = jnp.exp(scores - _finite(lse)[..., None]), jnp.zeros((*queries.shape[:2], value_size))
+    lse, out = jax.nn.logsumexp(scores, axis=-1), jnp.zeros((*scores.shape[:2], value_size))
+    if tail is not None:
+        tail = Attended(*map(merge_heads, tail))
+        lse = jnp.logaddexp(lse, tail.lse)
+        out = jnp.exp(tail.lse - _finite(lse))[..., None] * tail.out
+    weights = jnp.exp(scores - _finite(lse)[..., None])
     codes = codes if pages.values is None else pages.values
     for part in parts:
         values = _decoded(codes, part, p, bits, str(q.dtype))

@@ -1,6 +1,6 @@
 """Key codes: a few bits per channel of a token's key, so that tokens are ranked before any of them is fetched.
 
-Policy Coded's index encodes pages [B, K, P, p, H]; the policy decodes the pages it ranks. Keys are quantised per channel as in
+`code_attention` encodes pages [B, K, P, p, H], and decodes the pages that a step reads. Keys are quantised per channel as in
 KIVI (arXiv 2402.02750), here within a page, whose keys are similar. A channel's offset and step are then fitted to its keys by
 least squares. Values are encoded by the same functions, or by token (`encode_by_token`).
 """
@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, UInt
 
 from icejax.ops.pages.digests import NARROW, Vectors
 
-BITS = (1, 2, 4)  # of policy Coded
 FIELDS = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}  # a code of 3 bits is packed as its low 2 bits and its high bit
+BITS = tuple(FIELDS)
 GROUP = 32  # channels of a token that share an offset and a step, as in KIVI
 TOGETHER = 128  # pages encoded at a time; all at once would need an fp32 copy of the keys
 
@@ -36,12 +36,6 @@ class KeyCodes:
     codes: jax.Array  # u8[B, K, P, p * H * bits / 8], H filled up to whole bytes
     low: jax.Array | Vectors  # dtype[B, K, P, H]
     step: jax.Array | Vectors  # dtype[B, K, P, H]
-
-
-def empty_codes(shape: tuple[int, int, int], page_size: int, size: int, bits: int, dtype: str) -> KeyCodes:
-    """Returns the codes of empty pages; `shape` is (B, K, P), keys have `size` channels."""
-    nothing = jnp.zeros((*shape, size), dtype)
-    return KeyCodes(jnp.zeros((*shape, page_size * _bytes(size, bits)), jnp.uint8), nothing, nothing)
 
 
 def encode_keys(k: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"], bits: int, scales: str | None = None) -> KeyCodes:

@@ -1,6 +1,6 @@
 """The tail of ranked pages: tokens whose weights are computed from their keys and whose values are estimated.
 
-`paged_attention`, `ranked_attention` and `code_reranking` call it; R is B K, in one axis. A token's value is estimated as the
+`paged_attention` and `ranked_attention` call it; R is B K, in one axis. A token's value is estimated as the
 mean value of its page plus a correction from its key (`value_fit`). The page mean is multiplied by the sum of the weights, each
 key by the difference of its weight from the page's mean weight.
 
@@ -44,7 +44,7 @@ def attend_tail(
 
     Args:
         weights: weights of the tokens of all pages; 0 for tokens attended exactly.
-        keys: keys of the tokens, exact or decoded.
+        keys: keys of the tokens.
         mask: which slots hold a token.
         pages: digests [R, P] of the pages.
         from_keys: estimator of values from keys; None: a token counts as the mean of its page.
