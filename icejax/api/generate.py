@@ -40,7 +40,7 @@ def load(
     """Returns the model and the tokenizer of a checkpoint.
 
     Args:
-        path: a Hugging Face folder, an icejax folder or a hub id; by default the bundled model.
+        path: a Hugging Face folder, an icejax folder, a GGUF file or a hub id; by default the bundled model.
         revision: branch, tag or commit of a hub id; None: its main branch.
         dtype, quantize, experts_on_host: as in `checkpoint.load.load_model`.
         progress: called with "loading", the number of parameters loaded, and the number in all: first with 0 and 0.

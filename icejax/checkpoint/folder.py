@@ -15,9 +15,11 @@ from icejax.checks.json_file import MOST_BYTES, read
 from icejax.files.atomic_folder import current_folder
 
 ADAPTER = "adapter_config.json"  # of a LoRA, as peft saves it
+POINTER = "gguf.json"  # names the GGUF file that a folder was made of, in place of weights
 ORBAX = "orbax"  # the subfolder with the parameters of an icejax folder
 LOG = logging.getLogger(__name__)
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HUB_FILE = re.compile(rf"({HUB_ID.pattern}):((?:\w[\w.+-]*/)*\w[\w.+-]*\.gguf)", re.IGNORECASE)
 REVISION = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
 # Config and tokenizer files, which a conversion copies.
 COMPANIONS = (
@@ -27,34 +29,66 @@ COMPANIONS = (
 
 
 def resolve(model: str | Path, *, revision: str | None = None) -> Path:
-    """Returns the folder of `model`: a local folder, or the snapshot of a hub id, downloaded where it is missing.
+    """Returns the folder of `model`: a local folder, the folder made of a GGUF file, or the snapshot of a hub id.
+
+    What a hub id lacks is downloaded; `org/name:FILE.gguf` is a GGUF file on the hub. A part of a split GGUF file stands
+    for all parts, and a folder whose only weights are one GGUF file or set stands for that.
 
     Args:
         revision: branch, tag or commit of a hub id; None: its main branch.
 
     Raises:
-        InputError: the folder does not exist, is empty or cannot be read, or holds GGUF instead of safetensors; or the hub id
-            cannot be downloaded; or a folder is given with a revision.
+        InputError: the folder does not exist, is empty or cannot be read; the GGUF file is not sound or not supported, or there
+            are several; the hub id cannot be downloaded; or a folder or file is given with a revision.
     """
     if revision is not None and not (isinstance(revision, str) and REVISION.fullmatch(revision)):
         raise InputError(f"revision must be a branch, a tag or a commit, got {quoted(revision)}")
     with input_error_from(f"{model} cannot be read"):
         folder = current_folder(Path(model).expanduser())
-        if _is_gguf(folder):
-            raise InputError(f"{model} is GGUF, which is not read: fetch the model's safetensors, and round them by --quantize")
-        if folder.is_dir():
+        if folder.is_dir() or folder.is_file():
             if revision is not None:
-                raise InputError(f"{model} is a folder, and only a hub id has revisions: leave revision {revision} out")
-            if not any(folder.iterdir()):
+                kind = "folder" if folder.is_dir() else "file"
+                raise InputError(f"{model} is a {kind}, and only a hub id has revisions: leave revision {revision} out")
+            if folder.is_dir() and not any(folder.iterdir()):
                 raise InputError(f"{folder} is empty: expected a Hugging Face or icejax checkpoint folder")
-            return _whole(folder)
-        if folder.exists() or not HUB_ID.fullmatch(str(model)):
-            raise InputError(f"{model}: expected a checkpoint folder or a hub id such as org/name, found no such folder")
-    return _whole(_snapshot(str(model), revision))
+            return _whole(folder) if folder.is_dir() else _of_file(folder)
+        hub_file = HUB_FILE.fullmatch(str(model))
+        if folder.exists() or not (hub_file or HUB_ID.fullmatch(str(model))):
+            raise InputError(
+                f"{model}: expected a checkpoint folder, a GGUF file or a hub id such as org/name, found no such folder"
+            )
+    if hub_file is not None:
+        return _of_hub_file(*hub_file.groups(), revision)
+    if str(model).lower().endswith("gguf"):
+        raise InputError(f"{model} holds GGUF files by its name: name one of them behind it, as {model}:FILE.gguf")
+    return _whole(_snapshot(str(model), revision, [*COMPANIONS, ADAPTER, "model*.safetensors", "*.index.json"]))
+
+
+def _of_file(file: Path) -> Path:
+    """Returns the folder made of a GGUF file; InputError for another file."""
+    from icejax.checkpoint.gguf.folder import folder_of  # imports the gguf package
+    from icejax.checkpoint.gguf.metadata import is_gguf
+
+    if not is_gguf(file) and not file.name.lower().endswith(".gguf"):
+        raise InputError(f"{file} is a file: expected a checkpoint folder, a GGUF file or a hub id such as org/name")
+    return folder_of(file)
+
+
+def _of_hub_file(hub_id: str, name: str, revision: str | None) -> Path:
+    """Returns the folder made of a GGUF file on the hub, and of the other parts of its set."""
+    from icejax.checkpoint.gguf.parts import part_names
+
+    folder, *_, last = name.rpartition("/")
+    parts = [f"{folder}/{part}" if folder else part for part in part_names(last)]
+    snapshot = _snapshot(hub_id, revision, parts)
+    if missing := [part for part in parts if not (snapshot / part).is_file()]:
+        raise InputError(f"{hub_id} has no file {missing[0]} on the hub: expected the name of one of its GGUF files")
+    with input_error_from(f"{hub_id}:{name} cannot be read"):
+        return _of_file(snapshot / name)
 
 
 def _whole(folder: Path) -> Path:
-    """Returns a folder; InputError if it holds a LoRA adapter alone."""
+    """Returns a folder, or the one made of the GGUF file in it; InputError if it holds a LoRA adapter alone."""
     if (folder / ADAPTER).is_file() and not (folder / ORBAX).exists():
         base = read(folder / ADAPTER).get("base_model_name_or_path")
         if not any(file for file in folder.glob("*.safetensors") if not file.name.startswith("adapter")):
@@ -63,17 +97,21 @@ def _whole(folder: Path) -> Path:
                 "merge_and_unload, and give the folder of the result"
             )
         LOG.warning("%s: the LoRA adapter (%s) is not used", folder, ADAPTER)
+    if any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")) and not (folder / ORBAX).exists():
+        from icejax.checkpoint.gguf.parts import one_in
+
+        if (file := one_in(folder)) is not None:
+            return _of_file(file)
     return folder
 
 
-def _snapshot(hub_id: str, revision: str | None) -> Path:
-    """Returns the folder of a hub id in the hub's cache, after downloading what is missing."""
+def _snapshot(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
+    """Returns the folder of a hub id in the hub's cache, after downloading what is missing of the files named by `patterns`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, RevisionNotFoundError
 
     with input_error_from(f"{hub_id}: no such folder, and the hub does not bring it"):
         try:
-            patterns = [*COMPANIONS, ADAPTER, "model*.safetensors", "*.index.json"]
             return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
         except RevisionNotFoundError:
             raise InputError(f"{hub_id} has no revision {revision} on the hub: expected a branch, a tag or a commit") from None
@@ -89,11 +127,9 @@ def _snapshot(hub_id: str, revision: str | None) -> Path:
             ) from None
 
 
-def _is_gguf(folder: Path) -> bool:
-    """Says whether a model is GGUF: a folder by its files, a file or a hub id by the end of its name."""
-    if folder.is_dir():
-        return any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")) and not (folder / ORBAX).exists()
-    return folder.name.lower().endswith("gguf")
+def is_made_of_gguf(folder: Path) -> bool:
+    """Says whether a folder was made of a GGUF file, which holds its weights."""
+    return (folder / POINTER).is_file() and not (folder / ORBAX).exists()
 
 
 def companions(folder: Path) -> list[Path]:

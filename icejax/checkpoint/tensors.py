@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint folder of either form, checked against its config.json before they are read.
+"""The tensors of a checkpoint folder of any form, checked against its config.json before they are read.
 
 `icejax.checkpoint.load` and `icejax.checkpoint.convert` call it. A stored tensor keeps its shape and dtype; codes of a matrix
 [O, I] are a `QuantizedMatrix`, with codes [O, I] and scales f32[O, G].
@@ -9,16 +9,16 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from icejax.checkpoint.folder import ORBAX
+from icejax.checkpoint.folder import ORBAX, is_made_of_gguf
 from icejax.checkpoint.quantized import formats
 from icejax.checkpoint.quantized.formats import EMBEDDING, HEAD, Source
-from icejax.checkpoint.quantized.layouts import FLOATS, Part, QuantizedMatrix
+from icejax.checkpoint.quantized.layouts import FLOATS, Layout, Part, QuantizedMatrix
 from icejax.checkpoint.quantized.rounding import METHODS
 from icejax.checkpoint.readers import huggingface
 from icejax.checkpoint.tensor_mapping import TensorMapping, tensor_mappings
@@ -38,11 +38,13 @@ class Stored(NamedTuple):
         shape: its shape.
         dtype: its dtype, as safetensors names it.
         read: reads and returns its array.
+        layout: layout of the codes that it holds, where its dtype says that; None: config.json says how codes are stored.
     """
 
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[], np.ndarray]
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True)
@@ -122,13 +124,20 @@ class Tensors:
 
 
 def open_tensors(
-    folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]], *, quantize: str | None = None
+    folder: Path,
+    config: ModelConfig,
+    shapes: dict[str, tuple[int, ...]],
+    *,
+    quantize: str | None = None,
+    as_codes: bool = False,
 ) -> Tensors:
     """Returns the tensors of `folder`, checked but not read.
 
     Args:
         shapes: shapes of the model's parameters, by key.
         quantize: int8, fp8 or int4: matrices are rounded as they are read; None: nothing is rounded.
+        as_codes: whether the matrices of a GGUF file are read as codes, where their type has scales per group; else all of its
+            numbers are dequantised.
 
     Raises:
         InputError: keys are missing, unknown or stored twice, or have a wrong shape or an unsupported dtype; or a matrix to be
@@ -136,7 +145,7 @@ def open_tensors(
     """
     raw = huggingface.read_json(folder / "config.json")
     hf_family, method = family(raw), formats.method(raw)
-    ignored, contents = hf_family.ignored_keys(raw), list(stored_tensors(folder))
+    ignored, contents = hf_family.ignored_keys(raw), list(stored_tensors(folder, as_codes=as_codes))
     forms, keys = [tensor_mappings(shapes, hf_family, form) for form in hf_family.renamings], {key for key, _ in contents}
     mappings = next((form for form in forms if form[EMBEDDING].keys[0] in keys), forms[0])
     tensor_shapes = {key: mapping.shape for mapping in mappings.values() for key in mapping.keys}
@@ -148,6 +157,10 @@ def open_tensors(
     names = {key: aliases for key, *aliases in zip(*by_form, strict=True)}
     sources = formats.sources(raw, tensor_shapes, rounding=METHODS.get(quantize), names=names)
     formats.check_groups(sources, {key: mapping.columns for mapping in mappings.values() for key in mapping.keys})
+    in_blocks = {key: tensor for key, tensor in contents if tensor.layout is not None and key in sources}
+    for key, tensor in in_blocks.items():
+        part = Part((tensor.dtype,), (sources[key].shape,))
+        sources[key] = replace(sources[key], layout=tensor.layout, parts={key: part})
     expected = {key: part for source in sources.values() for key, part in source.parts.items()}
     faults, stored, skipped, tied = [], {}, [], Part(FLOATS, (mappings[EMBEDDING].shape,))
     for key, tensor in contents:
@@ -169,9 +182,14 @@ def open_tensors(
     if faults:
         note = "" if method is None else f" (weights quantised by {method})"
         raise InputError(f"{folder} does not fit its config.json{note}: {listed(faults)}")
+    if is_made_of_gguf(folder):
+        from icejax.checkpoint.readers import gguf
+
+        gguf.tell_types(folder, as_codes=as_codes)
     if skipped:
         LOG.info("%d tensors hold no parameter and are skipped: %s", len(skipped), listed(skipped))
     quantised = f"quantised by {method}" if method is not None else f"rounded to {quantize}" if quantize is not None else None
+    quantised = "stored in GGUF's types" if in_blocks else quantised
     return Tensors(quantised, mappings, sources, stored)
 
 
@@ -186,10 +204,15 @@ def has_own_head(folder: Path) -> bool:
     return not all(map(np.array_equal, head.read(), embedding.read()))  # row by row, to save memory
 
 
-def stored_tensors(folder: Path) -> Iterator[tuple[str, Stored]]:
-    """Yields the key and tensor of everything that a folder of either form holds."""
+def stored_tensors(folder: Path, *, as_codes: bool = False) -> Iterator[tuple[str, Stored]]:
+    """Yields the key and tensor of everything that a folder of any form holds; `as_codes` as in `open_tensors`."""
     path = folder / ORBAX
-    if path.is_dir():
+    if is_made_of_gguf(folder):
+        from icejax.checkpoint.readers import gguf
+
+        for key, *about in gguf.keys(folder, as_codes=as_codes):
+            yield key, Stored(*about)
+    elif path.is_dir():
         from icejax.checkpoint.readers import orbax  # takes most of a second to import
 
         for key, about in orbax.stored(path).items():

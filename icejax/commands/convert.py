@@ -16,7 +16,7 @@ from icejax.commands.phases import progress
 from icejax.commands.process import ending
 from icejax.runtime.out_of_memory import report_out_of_memory
 
-HF = "Hugging Face folder or hub id SRC -> icejax (Orbax) folder DST"
+HF = "Hugging Face folder, GGUF file or hub id SRC -> icejax (Orbax) folder DST"
 BACK = "icejax (Orbax) folder SRC -> Hugging Face folder DST"
 
 

@@ -98,7 +98,7 @@ def _add_quiet(group: argparse._ActionsContainer) -> None:
 
 def _add_model(parser: Parser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument("-m", "--model", help="Hugging Face folder, icejax folder or hub id (default: the bundled checkpoint)")
+    group.add_argument("-m", "--model", help="Hugging Face or icejax folder, GGUF file or hub id (default: the bundled model)")
     group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id (default: main)")
     group.add_argument("--chat-template", type=Path, metavar="FILE", help="chat template (Jinja) in the tokenizer's place")
     template_arg_help = "variable of the chat template; repeatable, such as enable_thinking=false"

@@ -37,13 +37,13 @@ RAW = {
 }  # fmt: skip
 # Operations that make no new array in device memory.
 NO_NEW_ARRAY = ("parameter", "bitcast", "get-tuple-element", "tuple", "while", "conditional", "copy-done")
-# Expert weights: code dtype, columns of a group (None: all), whether there are zero points.
+# Expert weights: code dtype, columns of a group (None: all), dtype of zero points (None: there are none).
 KINDS = {
     "qwen3_moe": [
-        ("int8", None, False), ("float8_e4m3fn", None, False), ("float8_e4m3fn", 128, False), ("int4", 128, False),
-        ("int4", 128, True), ("float4_e2m1fn", 32, False),
+        ("int8", None, None), ("float8_e4m3fn", None, None), ("float8_e4m3fn", 128, None), ("int4", 128, None),
+        ("int4", 128, "int8"), ("float4_e2m1fn", 32, None),
     ],
-    "gpt_oss": [("float4_e2m1fn", 32, False)],
+    "gpt_oss": [("float4_e2m1fn", 32, None)],
     "gemma4_text": [],
 }  # fmt: skip
 

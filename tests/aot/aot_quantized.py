@@ -18,16 +18,16 @@ from icejax.models.decoder import CausalLM
 from icejax.ops.quantized.products import Grouped
 from icejax.runtime import compiler_options
 
-# Code dtype, columns of a group (None: all), whether there are zero points.
-KINDS = [("int8", None, False), ("float8_e4m3fn", None, False), ("float8_e4m3fn", 128, False), ("int4", 128, False)]
-KINDS += [("int4", 128, True)]
-
+# Code dtype, columns of a group (None: all), dtype of zero points (None: there are none).
+KINDS = [("int8", None, None), ("float8_e4m3fn", None, None), ("float8_e4m3fn", 128, None), ("int4", 128, None)]
+KINDS += [("int4", 128, "int8")]
+KINDS += [("int4", 32, "float32"), ("int8", 32, "float32"), ("int4", 32, None), ("int8", 32, None), ("int8", 16, None)]  # GGUF
 
 # Operations that make no array. An asynchronous copy, as into a TPU's on-chip memory, makes one when it is done.
 GIVEN = ("parameter", "bitcast", "get-tuple-element", "tuple", "opt-barrier", "copy-start", "slice-start", "async-start")
 
 
-def coded(model: CausalLM, kind: str, group: int | None, zero: bool, *, inside: str = "proj") -> set[int]:
+def coded(model: CausalLM, kind: str, group: int | None, zero: str | None, *, inside: str = "proj") -> set[int]:
     """Replaces matrices of an abstract model whose keys contain `inside` by codes; returns their element counts."""
     state, sizes = nnx.state(model), set()
     for path, weight in nnx.to_flat_state(state):
@@ -35,7 +35,7 @@ def coded(model: CausalLM, kind: str, group: int | None, zero: bool, *, inside: 
             *leading, rows, columns = weight.get_value().shape
             grid = (*leading, columns // (group or columns), rows)
             codes_and_scale = [jax.ShapeDtypeStruct((*grid, columns // grid[-2]), kind), jax.ShapeDtypeStruct(grid, "float32")]
-            weight.set_value(Grouped(*codes_and_scale, jax.ShapeDtypeStruct(grid, "int8") if zero else None))
+            weight.set_value(Grouped(*codes_and_scale, jax.ShapeDtypeStruct(grid, zero) if zero else None))
             sizes.add(rows * columns)
     nnx.update(model, state)
     return sizes
@@ -53,7 +53,9 @@ def main(name: str) -> None:
             compiled = compile_for(target, step.program, step.arguments, compiler_options.OPTIONS.get(target.platform, {}))
             module = hlo.parse(compiled.hlo)
             outside = (x for x in module.computations[module.entry].values() if x.opcode not in GIVEN)
-            copies = [x.name for x in outside if any(array.elements in matrices and array.space == 0 for array in x.arrays)]
+            large = ((x.name, array) for x in outside for array in x.arrays if array.elements in matrices and array.space == 0)
+            # Sums per group [G, B, O] of a large matrix may have as many elements as a small matrix.
+            copies = sorted({name for name, array in large if len(array.shape) < 3 or array.shape[1] != batch})
             print(json.dumps(dict(kind=kind, group=group, zero=zero, batch=batch, copies=copies)), flush=True)
 
 

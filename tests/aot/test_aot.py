@@ -186,7 +186,7 @@ def test_the_step_with_experts_in_host_memory_is_one_graph():
 @pytest.mark.parametrize("target", ["h100", "v5e"])
 def test_no_copy_of_a_quantised_matrix_stands_in_the_step(target):
     rows = json_lines(target, "tests.aot.aot_quantized", target)
-    assert len(rows) == 2 * 5 and not [row for row in rows if row["copies"]]
+    assert len(rows) == 2 * 10 and not [row for row in rows if row["copies"]]
 
 
 @pytest.mark.slow

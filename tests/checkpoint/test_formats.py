@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from icejax.api import generate as generation
 from icejax.checkpoint import load_model
-from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.quantized import formats, module_names
 from icejax.commands import convert, generate
 from icejax.sandbox import client
@@ -186,19 +184,6 @@ def test_expressions_that_take_long_together_are_one_line(capsys, sound, tmp_pat
     assert "the expression 'lm_head' and those before it took more than -1 s: expected a simpler one" in refused(
         capsys, tmp_path
     )
-
-
-@pytest.mark.parametrize("name", ["model.Q4_K_M.gguf", "nobody/Some-8B-GGUF", "folder"])
-def test_gguf_is_refused_by_name(capsys, sound, tmp_path, monkeypatch, name):
-    """A file, a hub id (the hub is not asked), and a folder; a folder that also has safetensors is accepted."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    for file in (tmp_path / "model.Q4_K_M.gguf", tmp_path / "folder" / "model.gguf"):
-        file.write_bytes(b"GGUF\x03")
-    message = f"{name} is GGUF, which is not read: fetch the model's safetensors, and round them by --quantize\n"
-    assert refused(capsys, name).endswith(message)
-    shutil.copytree(sound("awq"), tmp_path / "folder", dirs_exist_ok=True)
-    assert resolve("folder") == Path("folder")
 
 
 def remove_part(name):

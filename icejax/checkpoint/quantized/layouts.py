@@ -57,7 +57,7 @@ class QuantizedMatrix(NamedTuple):
     Attributes:
         codes: int8, float8_e4m3fn or float4_e2m1fn [..., O, I].
         scale: f32[..., O, G].
-        zero: int8[..., O, G]; None: 0.
+        zero: int8 or float32 [..., O, G]; None: 0.
         bits: bits of an int8 code.
     """
 

@@ -39,7 +39,7 @@ class Grouped:
 
     codes: jax.Array  # int4, int8, float8_e4m3fn, float4_e2m1fn (experts only) or uint16, [..., G, O, g]
     scale: jax.Array  # f32[..., G, O]
-    zero: jax.Array | None  # int8[..., G, O]
+    zero: jax.Array | None  # int8 or f32[..., G, O]
 
     def numbers(self, dtype: jnp.dtype) -> jax.Array:
         """Returns the codes as unscaled numbers, dtype[..., G, O, g]."""

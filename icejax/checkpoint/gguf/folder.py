@@ -1,0 +1,95 @@
+"""A GGUF model as a checkpoint folder: config.json and tokenizer files made of its metadata, and the names of its files.
+
+`icejax.checkpoint.folder` makes such a folder, so that what reads folders reads GGUF. It lies in the user's cache directory,
+is private, and is made once per file. The weights stay in the GGUF file.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import re
+import time
+from pathlib import Path
+
+from icejax.checkpoint.folder import POINTER
+from icejax.checkpoint.gguf.config import raw_config
+from icejax.checkpoint.gguf.numbers import read_numbers
+from icejax.checkpoint.gguf.parts import PART, Model, read_model
+from icejax.checks.errors import InputError, quoted
+from icejax.checks.json_file import read
+from icejax.files.atomic_folder import claim
+from icejax.files.cache_home import cache_home
+from icejax.files.private import make_folder
+
+LOG = logging.getLogger(__name__)
+SECONDS = 30  # that another process may take to make the same folder
+
+
+def folder_of(file: Path) -> Path:
+    """Returns the checkpoint folder of a GGUF file or set, after making it where it is missing.
+
+    Raises:
+        InputError: the file is not sound or not supported, or the cache directory cannot be written.
+    """
+    file = file.absolute()
+    model = read_model(file)
+    folder = cache_home() / "gguf" / f"{_stem(file.name)}-{_checksum(model)[:16]}"
+    if not (folder / POINTER).exists():
+        _make(folder, model)
+    return folder
+
+
+def pointed_model(folder: Path) -> Model:
+    """Returns the model of a folder that `folder_of` made; InputError if its GGUF file is missing or not sound any more."""
+    name = read(folder / POINTER).get("file")
+    if not isinstance(name, str) or not (file := Path(name)).is_file():
+        raise InputError(f"{folder}: the GGUF file {quoted(name)} is missing: give the file where it is now")
+    return _read(file, file.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1)
+def _read(file: Path, written: int) -> Model:
+    """Returns what a file says of its model, without the vocabulary: a load asks several times."""
+    return read_model(file)._replace(values={})
+
+
+def _make(folder: Path, model: Model) -> None:
+    from icejax.checkpoint.gguf.tokenizer_files import tokenizer_files  # imports the tokenizers package
+
+    source = model.files[0].name
+    config = raw_config(model.values, model.tensors, read=lambda name: read_numbers(model.tensors[name]), source=source)
+    files = {"config.json": json.dumps(config, indent=2), POINTER: json.dumps({"file": str(model.files[0])})}
+    files |= tokenizer_files(model.values)
+    make_folder(folder.parent)
+    lock, stop = folder.parent / f".{folder.name}.lock", time.monotonic() + SECONDS
+    while not (folder / POINTER).exists():  # another process may make it at the same time
+        try:
+            with claim(folder, mark=POINTER) as folder_claim, folder_claim.writing(private=True) as new_folder:
+                for name, text in files.items():
+                    (new_folder / name).write_text(text, encoding="utf-8")
+        except InputError:
+            if not (folder / POINTER).exists() and (time.monotonic() > stop or not lock.exists()):
+                raise
+            time.sleep(0.05)
+
+
+def _stem(name: str) -> str:
+    """Returns the beginning of a folder's name: what is readable of the file's."""
+    match = PART.fullmatch(name)
+    stem = match[1] if match is not None else re.sub(r"\.gguf$", "", name, flags=re.IGNORECASE)
+    return re.sub(r"[^\w.-]+", "_", stem).strip(".")[:80] or "model"
+
+
+def _checksum(model: Model) -> str:
+    """Returns a checksum of the headers and the places of a model's files, and of the code that makes the folder of them."""
+    digest = hashlib.sha256()
+    for code in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(code.read_bytes())
+    for file, size in zip(model.files, model.header_sizes, strict=True):
+        digest.update(str(file).encode("utf-8", "surrogateescape"))
+        with file.open("rb") as stream:
+            digest.update(stream.read(size))
+    return digest.hexdigest()

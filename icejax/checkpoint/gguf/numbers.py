@@ -1,0 +1,69 @@
+"""The numbers of a GGUF tensor: floats as they are stored, codes of all types dequantised to float32 by the `gguf` package.
+
+`icejax.checkpoint.gguf.folder` and `icejax.checkpoint.readers.gguf` call it.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+from gguf import quants
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from icejax.checkpoint import aligned
+from icejax.checkpoint.gguf.metadata import Tensor
+from icejax.checks.errors import InputError
+
+FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+CODES = frozenset(  # the types that the package dequantises
+    """Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ4_NL IQ4_XS TQ1_0
+    TQ2_0 MXFP4 NVFP4""".split()
+)
+PIECE = 2**18  # numbers dequantised at once: more take longer, and the package's function takes several times their memory
+
+
+def read_numbers(tensor: Tensor, *, expert: int | None = None, heads: int = 0) -> np.ndarray:
+    """Returns the numbers of a tensor in its float type, or codes dequantised to float32; arguments as in `read_stored`."""
+    rows = read_stored(tensor, expert=expert, heads=heads)
+    shape = tensor.shape if expert is None else tensor.shape[1:]
+    return rows if tensor.type in FLOATS else _dequantised(rows.reshape(-1), tensor.type).reshape(shape)
+
+
+def read_stored(tensor: Tensor, *, expert: int | None = None, heads: int = 0) -> np.ndarray:
+    """Returns a tensor as it is stored: numbers of its float type, or the bytes of its blocks, u8[..., bytes of a row].
+
+    Args:
+        expert: reads its matrix alone from a tensor [E, ...]; None: the whole tensor.
+        heads: number of heads whose interleaved rows are put in order; 0: none.
+
+    Raises:
+        InputError: the file has become shorter since its header was read.
+    """
+    shape, start, size = tensor.shape, tensor.start, tensor.size
+    if expert is not None:
+        size //= shape[0]
+        shape, start = shape[1:], start + expert * size
+    stored = aligned.empty((size,), np.dtype(np.uint8))
+    with tensor.file.open("rb") as stream:
+        stream.seek(start)
+        if stream.readinto(stored) < size:
+            raise InputError(f"{tensor.file} has become shorter while it was read: fetch it again")
+    if tensor.type in FLOATS:
+        stored = stored.view(FLOATS[tensor.type])
+    rows = stored.reshape(*shape[:-1], -1)
+    if heads:
+        rows = rows.reshape(heads, shape[0] // heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+    return rows
+
+
+def _dequantised(stored: np.ndarray, kind: str) -> np.ndarray:
+    """Returns the numbers f32[N] of blocks of codes u8[bytes], in pieces of `PIECE` numbers."""
+    kind = GGMLQuantizationType[kind]
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    blocks = stored.reshape(-1, block_bytes)
+    numbers, step = aligned.empty((len(blocks), block), np.dtype(np.float32)), max(PIECE // block, 1)
+    with np.errstate(all="ignore"):  # scales may be anything
+        for i in range(0, len(blocks), step):
+            # As one row: the package goes 16 rows at a time, several times slower.
+            numbers[i : i + step] = quants.dequantize(blocks[i : i + step].reshape(1, -1), kind).reshape(-1, block)
+    return numbers

@@ -1,0 +1,149 @@
+"""GGUF's types that stay codes: each weight is what the `gguf` package makes of its bits, and models of codes give its logits."""
+
+import logging
+
+import gguf
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from gguf import quants
+from gguf.constants import GGMLQuantizationType
+
+from icejax.cache.registry import Full
+from icejax.checkpoint import load, load_model
+from icejax.checkpoint.gguf.codes import TYPES, Blocks
+from icejax.checkpoint.tensor_mapping import TensorMapping
+from icejax.ops.quantized.products import Grouped, at_once, by_blocks
+from tests import tolerances
+from tests.helpers import families, gguf_files
+from tests.helpers.run import all_logits, greedy
+
+ROWS, COLUMNS = 5, 512
+# Type -> places of float16 numbers in a block, dtype of the codes, their bits in memory, whether there is an offset.
+FORMS = {
+    "Q4_0": ([0], "int4", False), "Q4_1": ([0, 2], "int4", True), "Q5_0": ([0], "int8", False), "Q5_1": ([0, 2], "int8", True),
+    "Q8_0": ([0], "int8", False), "Q4_K": ([0, 2], "int4", True), "Q5_K": ([0, 2], "int8", True), "Q6_K": ([208], "int8", False),
+    "IQ4_NL": ([0], "int8", False), "IQ4_XS": ([0], "int8", False), "MXFP4": ([], "float4_e2m1fn", False),
+}  # fmt: skip
+GPT_OSS = dict(
+    swiglu_limit=7.0, swiglu_alpha=1.702, layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_tokenizers(monkeypatch):
+    gguf_files.without_tokenizers(monkeypatch)
+
+
+@pytest.fixture
+def as_codes(monkeypatch):
+    """Loads GGUF files as on an accelerator."""
+    monkeypatch.setattr(load, "keeps_gguf_codes", lambda platform: True)
+
+
+def random_blocks(kind: str) -> np.ndarray:
+    """Returns the bytes of a matrix [ROWS, COLUMNS] of any codes and ordinary scales; the first rows have scales of 0."""
+    rng, number = np.random.default_rng(0), GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[number]
+    stored = rng.integers(0, 256, (ROWS * COLUMNS // block, size), np.uint8)
+    for at in FORMS[kind][0]:
+        stored[:, at : at + 2] = rng.standard_normal((len(stored), 1)).astype("<f2").view(np.uint8)
+    if FORMS[kind][2]:
+        stored[: COLUMNS // block, 0:2] = 0
+    if kind == "MXFP4":
+        stored[:, 0] = rng.integers(110, 140, len(stored))
+    return stored.reshape(ROWS, -1)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_codes_are_the_weights_that_the_package_makes(kind):
+    """To the bit without an offset; with one, to the rounding of float32 beside the offset."""
+    stored = random_blocks(kind)
+    expected = quants.dequantize(stored, GGMLQuantizationType[kind])
+    matrix = Blocks(kind=kind).codes((ROWS, COLUMNS), {"weight": stored})
+    _, codes, offset = FORMS[kind]
+    assert matrix.codes.dtype == (np.int8 if codes == "int4" else codes) and (matrix.zero is not None) == offset
+    if codes == "int4":
+        assert matrix.bits == 4 and matrix.codes.min() == -8 and matrix.codes.max() == 7
+    if not offset:
+        np.testing.assert_array_equal(matrix.weights(), expected)
+        return
+    largest = np.abs(matrix.scale) * (32 + np.abs(matrix.zero))
+    off = np.abs(matrix.weights() - expected).reshape(*matrix.scale.shape, -1).max(-1)
+    assert (off <= 2.0**-23 * largest).all() and not np.isnan(matrix.zero).any()
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K", "MXFP4"])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_products_with_codes_equal_float64(kind, rows):
+    """Products of one row multiply codes, those of many multiply weights."""
+    stored = random_blocks(kind)
+    mapping = TensorMapping(("x",), (ROWS, COLUMNS))
+    matrix = Blocks(kind=kind).codes((ROWS, COLUMNS), {"weight": stored})
+    for on_cpu, multiply in ((True, by_blocks), (False, at_once)):
+        parts = mapping.join([matrix], dtype=np.dtype(np.float32), codes=True, on_cpu=on_cpu)
+        grouped = Grouped(*(None if part is None else jnp.asarray(part) for part in parts[:3]))
+        x = np.random.default_rng(1).standard_normal((rows, COLUMNS)).astype(np.float32)
+        expected = x.astype(np.float64) @ quants.dequantize(stored, GGMLQuantizationType[kind]).astype(np.float64).T
+        scale = np.abs(x).astype(np.float64) @ np.abs(matrix.weights()).astype(np.float64).T
+        assert (np.abs(multiply(jnp.asarray(x), grouped) - expected) <= 1e-5 * scale.max()).all()
+
+
+def reference(model, prompt) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor([prompt])).logits[0].numpy()
+
+
+@pytest.mark.parametrize(
+    "name, kind, changes",
+    [
+        ("llama-gqa", "Q4_0", {}),
+        ("llama-mqa-tied", "Q4_1", {}),
+        ("qwen2-plain", "Q5_1", {}),
+        ("phi3-window", "Q8_0", {}),
+        ("qwen3_moe-plain", "MXFP4", dict(head_dim=16, moe_intermediate_size=32)),
+        ("gpt_oss-plain", "MXFP4", GPT_OSS),
+        pytest.param("gpt_oss-plain", "Q4_1", GPT_OSS, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_models_of_codes_have_transformers_logits(name, kind, changes, tmp_path, as_codes, caplog):
+    caplog.set_level(logging.INFO)
+    theirs, prompt = families.build(families.row(name), **changes), families.tokens(150)
+    ours = load_model(gguf_files.write(theirs, tmp_path / "model.gguf", kind))
+    weight = ours.model.embed_tokens.weight.get_value()
+    assert isinstance(weight, Grouped) and "are dequantised as they are read:" not in caplog.text
+    assert "matrices stored in GGUF's types" in caplog.text
+    np.testing.assert_allclose(all_logits(ours, prompt, Full()), reference(theirs, prompt), rtol=0, atol=tolerances.LOGITS)
+
+
+def test_experts_of_codes_in_host_memory_give_the_same_logits(tmp_path, as_codes):
+    theirs, prompt = families.build(families.row("qwen3_moe-plain"), head_dim=16, moe_intermediate_size=32), families.tokens(40)
+    ours = load_model(gguf_files.write(theirs, tmp_path / "model.gguf", "Q4_1"), experts_on_host=3)
+    np.testing.assert_allclose(all_logits(ours, prompt, Full()), reference(theirs, prompt), rtol=0, atol=tolerances.LOGITS)
+
+
+def test_text_from_codes_equals_transformers(tmp_path, as_codes):
+    theirs, prompt = families.build(families.row("llama-gqa")), families.tokens(140, seed=1)
+    ours = load_model(gguf_files.write(theirs, tmp_path / "model.gguf", "Q4_1"))
+    with torch.no_grad():
+        expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].numpy()
+    np.testing.assert_array_equal(greedy(ours, Full(), [prompt], 12)[0][0], expected)
+
+
+def test_four_bits_stay_four_bits_on_an_accelerator():
+    for kind, (_, codes, _) in FORMS.items():
+        matrix = Blocks(kind=kind).codes((ROWS, COLUMNS), {"weight": random_blocks(kind)})
+        mapping = TensorMapping(("x",), (ROWS, COLUMNS), experts=1)
+        parts = mapping.join([matrix], dtype=np.dtype(np.float32), codes=True, on_cpu=False)
+        assert parts.codes.dtype == np.dtype(getattr(ml_dtypes, codes) if "4" in codes else codes), kind
+
+
+def test_on_a_cpu_the_numbers_are_dequantised(tmp_path, caplog):
+    """Products with groups of 32 are slow there."""
+    caplog.set_level(logging.INFO)
+    theirs = families.build(families.row("llama-gqa"))
+    ours = load_model(gguf_files.write(theirs, tmp_path / "model.gguf", "Q4_0"))
+    assert ours.model.embed_tokens.weight.get_value().dtype == jnp.float32 and "23 in Q4_0" in caplog.text
+    assert load.keeps_gguf_codes("gpu") and load.keeps_gguf_codes("tpu") and not load.keeps_gguf_codes("cpu")
