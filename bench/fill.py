@@ -56,7 +56,7 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
         per_copy, pages = (base - unpaged) // policy.page_size, (context - unpaged) // policy.page_size
         first_pages = _read(pool, state.cache.table, count=per_copy, plan=short)
         count, table = table_for(np.stack([plan.extents(context)] * rows))
-        long_pool, table = host_pool.allocate(plan.pool_shape(count), plan.pool_dtype), jnp.asarray(table)
+        long_pool, table = host_pool.allocate(*plan.pool_sizes(count)), jnp.asarray(table)
         noise = jax.random.normal(jax.random.key(seed), first_pages.shape, first_pages.dtype)
         # An empty state holds the same buffer several times, which cannot be donated.
         for i in plan.pooled:
