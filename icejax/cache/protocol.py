@@ -156,8 +156,7 @@ class Outcome:
     Attributes:
         state: the state after the new tokens.
         attended: attention of the new tokens' queries; None after prefill, whose attention is exact.
-        pages: new pages for the pool, dtype[P', B, K, planes, p, W], with their codes where the policy keeps any; None if there
-            are none to write.
+        pages: new pages for the pool, dtype[P', B, K, planes, p, W], and the codes that the policy keeps of them, or None.
         used: how many of `pages`, from the first on, hold tokens; None: all.
         shared: passed to later layers.
         tokens: tokens attended exactly in a decode step: the mean over query heads, and the mean over KV heads, for each of

@@ -35,6 +35,10 @@ class PagesWithCodes(NamedTuple):
     codes: jax.Array
 
 
+PagePlanes = Sequence[Float[Array, "B K P p _"]]  # the planes of pages before they are stacked
+Stored = Float[Array, "*P planes p W"] | PagesWithCodes  # pages as the pool keeps them
+
+
 def without_codes(pages: jax.Array | PagesWithCodes) -> jax.Array:
     """Returns the pages alone."""
     return pages.pages if isinstance(pages, PagesWithCodes) else pages

@@ -1,0 +1,90 @@
+"""The clustered policy that looks in codes, against plain numpy; what codes cost; and what does not go with them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from icejax.cache.options import make_policy
+from icejax.cache.pool.host_pool import PoolLayer
+from icejax.cache.pool.page_format import pool_shapes
+from icejax.cache.registry import Clustered
+from icejax.cache.sizes import CacheSpec
+from icejax.checks.errors import InputError
+from icejax.ops.pages.code_attention import encode_pages
+from icejax.ops.pages.code_bytes import PageBytes
+from tests import tolerances
+from tests.cache.test_clustered import STEPS, assert_reference
+from tests.helpers import layer as harness
+from tests.reference import looked as reference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("look", [4, 3])
+def test_200_steps_equal_the_reference(monkeypatch, look):
+    """Two levels of nodes above the pages, twelve flushes and three compactions; long and short prompts."""
+    monkeypatch.setattr(harness, "PROMPT", 4096)
+    policy = Clustered(budget=64, candidates=4, opened=4, compact_every=64, look=look, looked=24)
+    sizes = dict(levels=3, reference=reference.Looked, atol=tolerances.CODES)
+    assert_reference(monkeypatch, policy, (4000, 150, 20), STEPS, **sizes)
+
+
+@pytest.mark.parametrize("clock", [0, pytest.param(7, marks=pytest.mark.slow)])
+def test_short_rows_and_late_ones_equal_the_reference(monkeypatch, clock):
+    policy = Clustered(budget=48, page_size=8, candidates=1, opened=4, compact_every=32, look=4, looked=8)
+    sizes = dict(levels=2, reference=reference.Looked, atol=tolerances.CODES)
+    assert_reference(monkeypatch, policy, (250, 21), 70, clock=clock, **sizes)
+
+
+def test_as_many_pages_are_looked_at_as_bring_the_bytes_of_today():
+    """16-bit heads of 64: keys of 112 pages and 192 values bring 254 kB; pages in 4 bits bring 1,296 bytes, a token 256."""
+    for look, pages in ((2, 277), (3, 209), (4, 167), (8, 93)):
+        policy = Clustered(look=look)
+        codes = policy.pool(spec()).codes
+        pool = PoolLayer(pool_shapes((1, 1, 64, 1, 2, 16, 64), "bfloat16", codes), None, None, 0, "", "bfloat16")
+        assert policy.num_looked(10_000, pool) == pages
+        assert policy.num_looked(50, pool) == 50
+        assert pages * codes + 192 * 256 <= 1.05 * (112 * 16 * 128 + 192 * 128) < (pages + 1) * codes + 192 * 256
+    assert Clustered(look=4, looked=20).num_looked(10_000, pool) == 20
+
+
+def spec(**sizes) -> CacheSpec:
+    shape = dict(batch_size=1, num_heads=2, num_kv_heads=1, head_dim=64, value_dim=64, prompt_capacity=256, new_capacity=64)
+    return CacheSpec(**shape | dict(dtype="bfloat16") | sizes)
+
+
+@pytest.mark.parametrize("sizes", [(21, 21), (16, 8), (24,)], ids=str)
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_codes_come_back_from_their_bytes(bits, sizes):
+    rng = np.random.default_rng(0)
+    k, *v = (jnp.asarray(rng.standard_normal((2, 3, 5, 8, size)), jnp.float32) for size in sizes)
+    mask = jnp.asarray(np.arange(8) < rng.integers(0, 9, (2, 3, 5, 1)))
+    coded = encode_pages(k, v[0] if v else None, mask, bits)
+    page_bytes = PageBytes(8, sizes, bits)
+    data = page_bytes.write(k, v[0] if v else None, mask)
+    assert data.shape == (2, 3, 5, page_bytes.count)
+    anything = jnp.where(mask.any(-1)[..., None], data, 255)  # of a page without a token
+    read = page_bytes.read(anything, coded.count)
+    assert jax.tree.structure(read) == jax.tree.structure(coded)
+    for x, y in zip(jax.tree.leaves(read), jax.tree.leaves(coded), strict=True):
+        filled = np.asarray(coded.count > 0)
+        np.testing.assert_array_equal(np.asarray(x)[filled], np.asarray(y)[filled])
+        assert x.dtype == y.dtype and not np.asarray(x)[~filled].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(look=5), "look must be one of None, 2, 3, 4, 8, got 5"),
+        (dict(look=4, rerank="false"), "look=4 needs rerank=true, got False: leave look out"),
+        (dict(look=4, tail="false"), "look=4 needs tail=true, got False: leave look out"),
+        (dict(look=4, resident="true"), "look=4 needs resident=false, got True: leave look out"),
+        (dict(look=4, page_dtype="int8"), "look=4 needs page_dtype=none, got 'int8': leave look out"),
+        (dict(look=4, keys_first="true"), "keys_first=true needs look=none, got 4: leave keys_first out"),
+        (dict(looked=40), "looked=40 needs look, the bits of the codes: set look=4, or leave looked out"),
+        (dict(look=4, looked=11), "looked must be at least 12, whose tokens fill the budget, got 11"),
+    ],
+)
+def test_what_does_not_go_with_codes_is_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        make_policy("clustered", options)
