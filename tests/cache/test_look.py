@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from icejax.cache.options import make_policy
-from icejax.cache.pool.host_pool import PoolLayer
 from icejax.cache.pool.page_format import pool_shapes
 from icejax.cache.registry import Clustered
 from icejax.cache.sizes import CacheSpec
@@ -41,7 +40,7 @@ def test_as_many_pages_are_looked_at_as_bring_the_bytes_of_today():
     for look, pages in ((2, 277), (3, 209), (4, 167), (8, 93)):
         policy = Clustered(look=look)
         codes = policy.pool(spec()).codes
-        pool = PoolLayer(pool_shapes((1, 1, 64, 1, 2, 16, 64), "bfloat16", codes), None, None, 0, "", "bfloat16")
+        pool = pool_shapes((1, 1, 64, 1, 2, 16, 64), "bfloat16", codes)
         assert policy.num_looked(10_000, pool) == pages
         assert policy.num_looked(50, pool) == 50
         assert pages * codes + 192 * 256 <= 1.05 * (112 * 16 * 128 + 192 * 128) < (pages + 1) * codes + 192 * 256

@@ -21,7 +21,6 @@ from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.similar_pages import ScaledState
 from icejax.cache.bases.two_precisions import BITS, tokens_by_codes
 from icejax.cache.index.digest_tree import Digested
-from icejax.cache.pool.host_pool import PoolLayer
 from icejax.cache.pool.page_format import PagePlanes, PagesWithCodes, Stored
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Report, View
 from icejax.cache.sizes import CacheSpec, PoolSpec
@@ -150,11 +149,11 @@ class Clustered(DigestPages):
     def find(self, heads: Heads, index: Digested, view: View) -> Selection:
         pages = index.levels[0].count.shape[-1]
         if self.look:
-            return self.walk_pages(heads, index, view, self.num_looked(pages, view.pool))
+            return self.walk_pages(heads, index, view, self.num_looked(pages, view.pool.pool))
         return self.walk_pages(heads, index, view, self.num_ranked(pages) if self.rerank else self.num_fetched(pages))
 
-    def num_looked(self, pages: int, pool: PoolLayer) -> int:
-        """Returns how many of `pages` pages a step looks at in codes."""
+    def num_looked(self, pages: int, pool: PagesWithCodes) -> int:
+        """Returns how many of `pages` pages of a pool, of arrays or shapes alone, a step looks at in codes."""
         if self.looked is not None:
             return min(pages, self.looked)
         planes, _, width = pool.pages.shape[-3:]
@@ -162,7 +161,7 @@ class Clustered(DigestPages):
         # A step that looks exactly fetches the keys of twice as many pages as whole ones, and values of the exact tokens.
         today = self.pages_for(self.budget, 2**20) * self.page_size * planes * vector + exact * (planes - 1) * vector
         room = int(MORE * today) - exact * planes * vector
-        return min(pages, max(self._fewest_looked, room // pool.codes.pages.shape[-1]))
+        return min(pages, max(self._fewest_looked, room // pool.codes.shape[-1]))
 
     @property
     def _fewest_looked(self) -> int:
