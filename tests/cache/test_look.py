@@ -6,16 +6,21 @@ import numpy as np
 import pytest
 
 from icejax.cache.options import make_policy
-from icejax.cache.pool.page_format import pool_shapes
+from icejax.cache.pool.page_format import pool_bytes, pool_shapes
 from icejax.cache.registry import Clustered
 from icejax.cache.sizes import CacheSpec
 from icejax.checks.errors import InputError
+from icejax.engine.plan import make_plan
+from icejax.engine.serving.prefix_cache import divided
 from icejax.ops.pages.code_attention import encode_pages
 from icejax.ops.pages.code_bytes import PageBytes
 from tests import tolerances
 from tests.cache.test_clustered import STEPS, assert_reference
 from tests.helpers import layer as harness
+from tests.helpers.layer import Layer, attention, draw
 from tests.reference import looked as reference
+
+LOOKED = 0.02  # relative error of a look at all pages in 8 bits; measured at most 0.0069
 
 
 @pytest.mark.slow
@@ -50,6 +55,33 @@ def test_as_many_pages_are_looked_at_as_bring_the_bytes_of_today():
 def spec(**sizes) -> CacheSpec:
     shape = dict(batch_size=1, num_heads=2, num_kv_heads=1, head_dim=64, value_dim=64, prompt_capacity=256, new_capacity=64)
     return CacheSpec(**shape | dict(dtype="bfloat16") | sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "softcap"),
+    [
+        ((16, 16), None),
+        pytest.param((16, 16), 2.0, marks=pytest.mark.slow),
+        pytest.param((24, 16), None, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "softcap", "latent"],
+)
+def test_a_look_at_all_pages_is_nearly_exact(sizes, softcap):
+    """In 8 bits; in a latent layer the first channels of the keys are the values, and in one plane there are codes of keys."""
+    latent, lengths = sizes[0] != sizes[1], (250, 100)
+    prompt, new = draw(lengths, 40, kv_heads=1 if latent else harness.KV_HEADS, sizes=sizes)
+    if latent:
+        prompt[2], new[2] = (x[1][..., : sizes[1]] for x in (prompt, new))
+    policy = Clustered(budget=64, look=8, looked=100, compact_every=32)
+    layer = Layer(policy, lengths, *prompt, latent=latent, softcap=softcap)
+    planes, page = layer.pool.pages.shape[4], layer.pool.codes.shape[-1]
+    assert (planes, page) == ((1, 16 * 24 + 2 * 24 + 8) if latent else (2, 2 * (16 * 16 + 2 * 16 + 8)))
+    for step in range(40):
+        out = layer.step(*(x[step] for x in new))
+        for row, length in enumerate(lengths):
+            k, v = (np.concatenate([p[row, :length], n[: step + 1, row]]) for p, n in zip(prompt[1:], new[1:], strict=True))
+            expected = attention(new[0][step, row], k, v, softcap)
+            assert np.linalg.norm(out[row] - expected) < LOOKED * np.linalg.norm(expected), (step, row)
 
 
 @pytest.mark.parametrize("sizes", [(21, 21), (16, 8), (24,)], ids=str)
@@ -87,3 +119,17 @@ def test_codes_come_back_from_their_bytes(bits, sizes):
 def test_what_does_not_go_with_codes_is_refused(options, message):
     with pytest.raises(InputError, match=message):
         make_policy("clustered", options)
+
+
+def test_a_look_in_codes_is_refused_on_tpu():
+    with pytest.raises(InputError, match="look=4 is not possible on TPU, which cannot fetch single tokens: leave look out"):
+        Clustered(look=4).for_platform("tpu", latent=False)
+
+
+def test_the_pool_of_a_plan_counts_the_codes(bundled):
+    """16 keys and values of 64 channels: 8,192 bytes in fp32, and 1,296 of codes."""
+    sizes = dict(batch_size=1, prompt_tokens=300, new_tokens=20)
+    plan, today = (make_plan(bundled[0], Clustered(look=look), **sizes) for look in (4, None))
+    codes, pages = (pool_bytes(pool_shapes(*x.pool_sizes(3))) for x in (plan, today))
+    assert codes / pages == (8192 + 1296) / 8192
+    assert divided(plan, codes)[0] == 2 and divided(today, pages)[0] == 2  # three quarters of three extents

@@ -76,7 +76,8 @@ def test_sessions_keep_codes_bit_for_bit(bundled, tmp_path):
     text, questions = document()
     policy = Clustered(budget=64, compact_every=32, look=4)
     session = icejax.Session(*bundled, cache=policy, context_length=3000)
-    session.ask(text, max_new_tokens=70)
+    answer = session.ask(text, max_new_tokens=70)
+    assert answer.run.host_kv_bytes == sum(x.nbytes for x in session._cache.run.pool)
     session.save(tmp_path / "kept")
     loaded = icejax.Session.load(tmp_path / "kept", *bundled)
     runs = [x._cache.run for x in (session, loaded)]

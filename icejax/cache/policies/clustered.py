@@ -101,6 +101,8 @@ class Clustered(DigestPages):
             raise InputError(
                 "keys_first=true is not possible in latent layers, whose keys hold the values: leave keys_first out"
             )
+        if self.look and platform == "tpu":
+            raise InputError(f"look={self.look} is not possible on TPU, which cannot fetch single tokens: leave look out")
         if self.keys_first is not None:
             return self
         exactly_first = self.rerank and self.tail and not (self.look or self.resident or self.page_dtype)
