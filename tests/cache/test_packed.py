@@ -23,17 +23,13 @@ def test_200_steps_equal_the_reference(monkeypatch, codes, atol):
     monkeypatch.setattr(harness, "PROMPT", 1024)
     monkeypatch.setattr(code_attention, "LEAST", 16)
     policy = Packed(budget=64, codes=codes, compact_every=64)
-    assert_reference(
-        monkeypatch, policy, (1000, 150, 20), STEPS, levels=None, reference=reference.Packed, atol=tolerances.CODES
-    )
+    assert_reference(monkeypatch, policy, (1000, 150, 20), STEPS, levels=None, reference=reference.Packed, atol=atol)
 
 
 @pytest.mark.slow
 def test_rows_that_join_late_equal_the_reference(monkeypatch):
     policy = Packed(budget=48, page_size=8, compact_every=32)
-    assert_reference(
-        monkeypatch, policy, (250, 21, 7), 70, levels=None, clock=7, reference=reference.Packed, atol=tolerances.CODES
-    )
+    assert_reference(monkeypatch, policy, (250, 21, 7), 70, levels=None, clock=7, reference=reference.Packed)
 
 
 def test_codes_go_where_their_pages_go():

@@ -199,7 +199,7 @@ BAD_ARGUMENTS = {
     "explain session": (["--explain", "seen.png", "--session", "kept", *SHORT], "leave --session out"),
     "unknown option": (
         ["--prompt", "x", "--cache-option", "magic=1"],
-        "cache 'clustered' has no option 'magic': expected one of budget, page_size, sinks, window, candidates, value_fit, balance, group, digest_dtype, page_dtype, opened, compact_every, dense_layers, prefetch, rerank, tail, keys_first, score, resident, reuse",
+        "cache 'clustered' has no option 'magic': expected one of budget, page_size, sinks, window, ",
     ),
     "option of another cache": (["--prompt", "x", "--cache", "full", "--budget", "64"], "cache 'full' has no option 'budget': it has none"),
     "option without value": (["--prompt", "x", "--cache-option", "sinks"], "--cache-option must be KEY=VALUE, got 'sinks'"),
