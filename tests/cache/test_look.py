@@ -14,7 +14,6 @@ from icejax.engine.plan import make_plan
 from icejax.engine.serving.prefix_cache import divided
 from icejax.ops.pages.code_attention import encode_pages
 from icejax.ops.pages.code_bytes import PageBytes
-from tests import tolerances
 from tests.cache.test_clustered import STEPS, assert_reference
 from tests.helpers import layer as harness
 from tests.helpers.layer import Layer, attention, draw
@@ -29,15 +28,13 @@ def test_200_steps_equal_the_reference(monkeypatch, look):
     """Two levels of nodes above the pages, twelve flushes and three compactions; long and short prompts."""
     monkeypatch.setattr(harness, "PROMPT", 4096)
     policy = Clustered(budget=64, candidates=4, opened=4, compact_every=64, look=look, looked=24)
-    sizes = dict(levels=3, reference=reference.Looked, atol=tolerances.CODES)
-    assert_reference(monkeypatch, policy, (4000, 150, 20), STEPS, **sizes)
+    assert_reference(monkeypatch, policy, (4000, 150, 20), STEPS, levels=3, reference=reference.Looked)
 
 
 @pytest.mark.parametrize("clock", [0, pytest.param(7, marks=pytest.mark.slow)])
 def test_short_rows_and_late_ones_equal_the_reference(monkeypatch, clock):
     policy = Clustered(budget=48, page_size=8, candidates=1, opened=4, compact_every=32, look=4, looked=8)
-    sizes = dict(levels=2, reference=reference.Looked, atol=tolerances.CODES)
-    assert_reference(monkeypatch, policy, (250, 21), 70, clock=clock, **sizes)
+    assert_reference(monkeypatch, policy, (250, 21), 70, levels=2, clock=clock, reference=reference.Looked)
 
 
 def test_as_many_pages_are_looked_at_as_bring_the_bytes_of_today():
