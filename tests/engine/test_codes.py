@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import icejax
+from icejax.api.generate import ASSETS
 from icejax.cache.registry import Clustered
 from icejax.engine.batch import extract, fold_into_prompt, fork, insert
 from icejax.engine.decode.step import DecodePrograms
@@ -94,3 +95,14 @@ def stored_codes(run) -> np.ndarray:
     """Returns the codes of a row's pages, page after page."""
     codes = np.asarray(run.pool.codes)[np.asarray(run.state.cache.table)[0]].swapaxes(1, 2)
     return codes.reshape(-1, *codes.shape[2:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_model_of_16_bits_answers_from_codes(dtype):
+    model, tokenizer = icejax.load(ASSETS, dtype=dtype)  # noqa: F811
+    text, questions = document()
+    cache = Clustered(budget=64, look=4, looked=40)
+    for question in questions[:2]:
+        answer = icejax.generate(model, tokenizer, text + question.text, cache=cache, max_new_tokens=8)[0]
+        assert answer.text == question.answer
