@@ -48,15 +48,15 @@ class Clustered(DigestPages):
             with int8 pages, `resident` or latent layers, nor on TPU, whose host memory is read in tiles of several rows. None:
             wherever possible.
         score: how a page's digest is scored; `mean` uses only the mean of all keys.
+        resident: whether the fetched pages stay on the device for the next step, which fetches only the others; takes device
+            memory for one step's pages.
+        reuse: clustered layers that share pages: the first layer of each run packs and selects by its own keys and queries,
+            the others follow it; 3 in IceCache's reuse.
         look: bits in which the tokens of the selected pages are looked at: 2, 3, 4 or 8. Their keys and values come in codes,
             which host memory holds beside the pages; then keys and values of the best tokens come exactly. None: pages are
             looked at exactly.
         looked: pages looked at in codes; None: as many as bring, with the exact tokens, at most 1.05 times the bytes of a step
             that looks exactly.
-        resident: whether the fetched pages stay on the device for the next step, which fetches only the others; takes device
-            memory for one step's pages.
-        reuse: clustered layers that share pages: the first layer of each run packs and selects by its own keys and queries,
-            the others follow it; 3 in IceCache's reuse.
 
     Raises:
         InputError: an option is out of range, or the budget leaves no room for a page.
@@ -66,10 +66,10 @@ class Clustered(DigestPages):
     tail: bool = True
     keys_first: bool | None = None
     score: Score = "second-order"
-    look: int | None = None
-    looked: int | None = None
     resident: bool = False
     reuse: int = 1
+    look: int | None = None
+    looked: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
