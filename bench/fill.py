@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from icejax.cache.index.base import put_pages
 from icejax.cache.index.digest_tree import Digested
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import table_for
+from icejax.cache.pool.page_format import without_codes
 from icejax.cache.protocol import Lengths
 from icejax.engine.decode.step import DecodeState
 from icejax.engine.plan import Plan, make_plan
@@ -54,9 +56,9 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
     pages, long_pool, table = 0, None, None
     if plan.pooled:
         per_copy, pages = (base - unpaged) // policy.page_size, (context - unpaged) // policy.page_size
-        first_pages = _read(pool, state.cache.table, count=per_copy, plan=short)
+        first_pages = _read(without_codes(pool), state.cache.table, count=per_copy, plan=short)
         count, table = table_for(np.stack([plan.extents(context)] * rows))
-        long_pool, table = host_pool.allocate(plan.pool_shape(count), plan.pool_dtype), jnp.asarray(table)
+        long_pool, table = host_pool.allocate(*plan.pool_sizes(count)), jnp.asarray(table)
         noise = jax.random.normal(jax.random.key(seed), first_pages.shape, first_pages.dtype)
         # An empty state holds the same buffer several times, which cannot be donated.
         for i in plan.pooled:
@@ -65,7 +67,8 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
         for first in range(0, pages, per_copy):
             count = min(per_copy, pages - first)
             copy = _noisy(first_pages, noise, jnp.int32(first), scale=NOISE if first else 0.0)[:count]
-            long_pool = host_pool.write_pages(long_pool, copy, table, jnp.int32(first))
+            stored = _with_codes(copy, policy=plan.policies[plan.pooled[0]])
+            long_pool = host_pool.write_pages(long_pool, stored, table, jnp.int32(first))
             for nth, i in enumerate(plan.pooled):
                 leaves[i] = _put(leaves[i], copy[:, nth], jnp.int32(first), policy=policy)
         for i in plan.pooled:
@@ -102,6 +105,17 @@ def _read(pool: jax.Array, table: jax.Array, *, count: int, plan: Plan) -> jax.A
 def _noisy(pages: jax.Array, noise: jax.Array, shift: jax.Array, scale: float) -> jax.Array:
     """Returns pages with noise that differs for every `shift`."""
     return (pages + scale * pages.std() * jnp.roll(noise, shift * 7 + shift // 11, axis=(0,))).astype(pages.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="policy")
+def _with_codes(pages: jax.Array, *, policy: SimilarPages) -> Any:
+    """Returns whole pages dtype[P', L, B, K, planes, p, H] as the pool keeps them."""
+
+    def of_layer(pages: jax.Array) -> Any:
+        planes = tuple(jnp.unstack(pages.transpose(1, 2, 0, 3, 4, 5), axis=3))
+        return jax.tree.map(lambda x: x.transpose(2, 0, 1, 3, 4, 5), policy.stored(planes, jnp.ones(planes[0].shape[:4], bool)))
+
+    return jax.tree.map(lambda *x: jnp.stack(x, axis=1), *map(of_layer, jnp.unstack(pages, axis=1)))
 
 
 _build = jax.jit(tree.build, donate_argnums=0)  # a million tokens leave no room for a second copy

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from icejax.cache.bases.retrieval import Retrieval
 from icejax.cache.policies.clustered import Clustered
-from icejax.cache.pool.page_format import bits_dtype
+from icejax.cache.pool.page_format import bits_dtype, pool_shapes
 from icejax.engine.plan import Plan
 
 FOUR_BITS = ("int4", "uint4", "float4_e2m1fn")
@@ -30,12 +30,16 @@ def fetched_bytes(plan: Plan) -> int:
     return planes * (rows if plan.pool.unit == plan.page_size else 1) * width * bits_dtype(plan.pool_dtype).itemsize
 
 
-def fetched_per_step(policy: Retrieval, pages: int) -> int:
+def fetched_per_step(policy: Retrieval, pages: int, plan: Plan | None = None) -> int:
     """Returns how many of `pages` pages, or of their slots, a KV head fetches in a step.
 
     Where keys are fetched first the unit is a slot, and a key or a value alone counts half. For example, the keys of 112 pages
-    of 16 and 239 values count as (1792 + 239) // 2 = 1015 slots.
+    of 16 and 239 values count as (1792 + 239) // 2 = 1015 slots. Codes count as slots of as many bytes, which `plan` tells.
     """
+    if isinstance(policy, Clustered) and policy.look:
+        pool = pool_shapes(*plan.pool_sizes(1))
+        codes = policy.num_looked(pages, pool) * pool.codes.shape[-1]
+        return policy.num_fetched(pages) - (-codes // fetched_bytes(plan))
     if isinstance(policy, Clustered) and policy.keys_first:
         return (policy.num_ranked(pages) * policy.page_size + policy.num_fetched(pages)) // 2
     return policy.num_fetched(pages)

@@ -20,6 +20,7 @@ from bench.fill import fill
 from bench.scopes import scope_of
 from bench.sizes import fetched_bytes, nbytes
 from icejax.cache.bases.all_tokens import TokenState
+from icejax.cache.pool.page_format import pool_bytes
 from icejax.cache.protocol import Heads, Outcome, View
 from icejax.cache.registry import Full
 from icejax.engine.decode.counters import StepCounters
@@ -124,7 +125,7 @@ class Icejax:
             digest_bytes=digests,
             slots_used=float(np.mean(used)) * len(layers) / heads,
             slots_allocated=sum(report.allocated for report in layer_reports) / heads,
-            host_kv_bytes=self._pool.nbytes if self._pool is not None else 0,
+            host_kv_bytes=pool_bytes(self._pool),
             moved_bytes_per_step=int(np.median(self._fetched) * fetched_bytes(plan)),
             dtype=self._model.dtype,
             version=f"jax {jax.__version__}",

@@ -15,6 +15,8 @@ from bench.compare.text import Text
 from bench.needle.reader import Reader
 from bench.sizes import fetched_bytes
 from icejax.cache.pool.extents import SCRATCH_EXTENT
+from icejax.cache.pool.host_pool import Pool
+from icejax.cache.pool.page_format import pool_bytes, without_codes
 from icejax.cache.protocol import CachePolicy, Heads, KVCache
 from icejax.engine.decode.layer import view_of
 from icejax.engine.plan import Plan, reports
@@ -77,7 +79,7 @@ class Subject(Reader):
         return dict(
             device_bytes=sum(x.nbytes for x in jax.tree.leaves(state.layers)),
             digest_bytes=sum(report.digest_bytes for report in layer_reports),
-            host_bytes=0 if self._pool is None else pages * (self._pool.nbytes // len(self._pool)),
+            host_bytes=0 if self._pool is None else pages * (pool_bytes(self._pool) // len(without_codes(self._pool))),
         )
 
     def timed(self, question: Sequence[int], count: int) -> tuple[list[int], float, list[float], float]:
@@ -89,7 +91,7 @@ class Subject(Reader):
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _probe(model: CausalLM, cache: KVCache, pool: jax.Array | None, behind, index: jax.Array, *, plan: Plan):
+def _probe(model: CausalLM, cache: KVCache, pool: Pool | None, behind, index: jax.Array, *, plan: Plan):
     """Decodes the token number `index` after the text; returns the cache, and the arrays of `Measured` for this step."""
     lengths, states, shared, errors, layer_errors, tokens = cache.lengths, [], None, [], [], []
     steps = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1, axis=1), behind)

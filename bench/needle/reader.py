@@ -45,7 +45,7 @@ class Reader:
         if self._plan.pooled:  # extents of one row, of its fork, and one scratch extent
             count = 2 * extents_for(self._plan.pool.pages) + 1
             if self._pool is None:
-                self._pool = host_pool.allocate(self._plan.pool_shape(count), self._plan.pool_dtype)
+                self._pool = host_pool.allocate(*self._plan.pool_sizes(count))
             self._extents = Extents(count)
             destination = self._pool, self._extents.take(self._plan.extents(len(prompt))[None])
         if layers is None:

@@ -21,7 +21,7 @@ from jax._src.lib import xla_client
 from bench import shapes
 from bench.program.targets import Target
 from icejax.cache.pool.extents import extents_for
-from icejax.cache.pool.page_format import bits_dtype
+from icejax.cache.pool.page_format import pool_shapes
 from icejax.cache.protocol import CachePolicy
 from icejax.checkpoint.load import abstract, of_experts
 from icejax.checkpoint.quantized import formats
@@ -124,12 +124,12 @@ def abstract_state(plan: Plan) -> DecodeState:
     return jax.eval_shape(lambda: empty_batch(plan))
 
 
-def abstract_pool(plan: Plan) -> jax.ShapeDtypeStruct | None:
+def abstract_pool(plan: Plan) -> Any:
     """Returns the abstract pool in host memory; None for a plan without one."""
     if not plan.pooled:
         return None
-    shape = plan.pool_shape(plan.spec.batch_size * extents_for(plan.pool.pages))
-    return jax.ShapeDtypeStruct(shape, bits_dtype(plan.pool_dtype), sharding=_pinned())
+    shapes = pool_shapes(*plan.pool_sizes(plan.spec.batch_size * extents_for(plan.pool.pages)))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_pinned()), shapes)
 
 
 def on_host(x: jax.ShapeDtypeStruct) -> bool:

@@ -17,6 +17,8 @@ from bench.program.work import Work
 from bench.sizes import fetched_bytes, fetched_per_step, nbytes
 from icejax.cache.bases.retrieval import PagedState, Retrieval
 from icejax.cache.policies.clustered import Clustered
+from icejax.cache.pool.page_format import pool_shapes
+from icejax.engine.plan import Plan
 from icejax.ops.pages import tree
 
 LEVELS = ("low", "mid", "high")
@@ -205,19 +207,21 @@ def floor(target: Target, step: Step) -> dict[str, float]:
         if not isinstance(policy, Retrieval):
             device_bytes += nbytes(layer)
             continue
-        device_bytes += _read_bytes(policy, layer)
+        device_bytes += _read_bytes(policy, layer, plan)
         n = jax.eval_shape(policy.index.counts, layer.index).shape[-1]
-        bus_bytes += math.prod(layer.ids.shape) // policy.num_fetched(n) * fetched_per_step(policy, n) * fetched_bytes(plan)
+        heads = math.prod(layer.ids.shape) // policy.num_fetched(n)
+        bus_bytes += heads * fetched_per_step(policy, n, plan) * fetched_bytes(plan)
     best = RATES[target.name][0]
     times = dict(device_ms=device_bytes / (SHARE * target.bandwidth) * 1e3, bus_ms=bus_bytes / best.bus / 1e3)
     return {name: round(value, 2) for name, value in times.items()} | dict(ms=round(max(times.values()), 2))
 
 
-def _read_bytes(policy: Retrieval, layer: PagedState) -> int:
+def _read_bytes(policy: Retrieval, layer: PagedState, plan: Plan) -> int:
     """Returns the bytes of an index that a step reads: for a digest tree the highest level, and opened nodes of the others."""
     if not isinstance(policy, Clustered):
         return nbytes(layer.index)
     *lower, highest = layer.index.levels
-    ranked = policy.num_ranked(layer.index.levels[0].count.shape[-1])
+    pages = layer.index.levels[0].count.shape[-1]
+    ranked = policy.num_looked(pages, pool_shapes(*plan.pool_sizes(1))) if policy.look else policy.num_ranked(pages)
     opened = tree.num_opened(ranked, least=policy.opened) * tree.FAN_OUT
     return nbytes(highest) + sum(nbytes(x) * min(opened, x.count.shape[-1]) // x.count.shape[-1] for x in lower)

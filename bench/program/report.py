@@ -37,7 +37,7 @@ def row(target: Target, step: Step, flags: dict[str, str | bool]) -> dict[str, A
     works = work.of_gpu(module, thunk_list, scopes) if target.platform == "gpu" else work.of_tpu(module, scopes)
     counts, concurrent = work.counts(works), str(options.get(_MODE)).upper() == "CONCURRENT"
     loops = [(x.times, times) for x, times in work.flat(works) if x.kind == "loop" and any(y.kind == "start" for y in x.inner)]
-    memory, host_arrays = compiled.memory, {x.shape: x for x in [*host_weights, pool] if x is not None}.values()
+    memory, host_arrays = compiled.memory, {x.shape: x for x in [*host_weights, *jax.tree.leaves(pool)]}.values()
     return sizes | dict(
         kernels=counts.get("kernel", 0),
         launches=work.launches(works) if target.platform == "gpu" else 1,

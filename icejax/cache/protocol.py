@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from icejax.cache.pool.host_pool import PoolLayer
+from icejax.cache.pool.page_format import PagesWithCodes
 from icejax.cache.sizes import CacheSpec, PoolSpec
 from icejax.checks.numbers import integer
 from icejax.ops.attention.dense import Attended, Scoring
@@ -155,7 +156,7 @@ class Outcome:
     Attributes:
         state: the state after the new tokens.
         attended: attention of the new tokens' queries; None after prefill, whose attention is exact.
-        pages: new pages for the pool, dtype[P', B, K, planes, p, W]; None if there are none to write.
+        pages: new pages for the pool, dtype[P', B, K, planes, p, W], and the codes that the policy keeps of them, or None.
         used: how many of `pages`, from the first on, hold tokens; None: all.
         shared: passed to later layers.
         tokens: tokens attended exactly in a decode step: the mean over query heads, and the mean over KV heads, for each of
@@ -164,7 +165,7 @@ class Outcome:
 
     state: Any
     attended: Attended | None = None
-    pages: jax.Array | None = None
+    pages: jax.Array | PagesWithCodes | None = None
     used: jax.Array | None = None
     shared: Shared | None = None
     tokens: jax.Array | None = None  # f32[2, B]

@@ -51,6 +51,7 @@ class PoolSpec:
         planes: vectors per slot: 2 for keys and values, 1 for keys alone.
         dtype: dtype of the pages, by name.
         compact_every: decoded tokens between two compactions, which pack their pages anew; 0: never.
+        codes: bytes of the codes that are kept of a page beside it; 0: none.
     """
 
     pages: int
@@ -59,6 +60,7 @@ class PoolSpec:
     planes: int
     dtype: str
     compact_every: int = 0
+    codes: int = 0
 
 
 def pages_leaving(tokens: int, page_size: int) -> int:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Int
 
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import SCRATCH_EXTENT, Extents, extents_for
+from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.checks.errors import InputError
 from icejax.engine.decode.step import DecodeState
@@ -99,8 +100,8 @@ def _extract(state: DecodeState, at: Int[Array, ""]) -> DecodeState:
 
 
 def fold_into_prompt(
-    row: DecodeState, pool: jax.Array | None, extents: Extents | None, *, plan: Plan, tokens: int
-) -> tuple[DecodeState, jax.Array | None]:
+    row: DecodeState, pool: Pool | None, extents: Extents | None, *, plan: Plan, tokens: int
+) -> tuple[DecodeState, Pool | None]:
     """Returns an extracted row with its decoded tokens counted as prompt, and the pool.
 
     Donates the pool; the old row must not be used again.
@@ -149,7 +150,7 @@ def _counts(row: DecodeState, plan: Plan) -> Int[np.ndarray, " P"]:
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _moved_pages(cache: KVCache, pool: jax.Array, ids: jax.Array, mask: jax.Array, first: jax.Array, *, plan: Plan):
+def _moved_pages(cache: KVCache, pool: Pool, ids: jax.Array, mask: jax.Array, first: jax.Array, *, plan: Plan):
     """Returns the pages `ids` of all layers, [M, L, 1, K, planes, p, W], and the layers' states after the move to `first`.
 
     Args:
@@ -157,9 +158,10 @@ def _moved_pages(cache: KVCache, pool: jax.Array, ids: jax.Array, mask: jax.Arra
     """
     states, pages = list(cache.layers), []
     for i in plan.pooled:
-        pages.append(plan.pages(i, pool, cache.table).run(jnp.int32(plan.prompt_pages), len(ids))[ids - plan.prompt_pages])
+        growth = plan.pages(i, pool, cache.table).run(jnp.int32(plan.prompt_pages), len(ids))
+        pages.append(jax.tree.map(lambda x: x[ids - plan.prompt_pages], growth))
         states[i] = plan.policies[i].after_move(states[i], ids, mask, first, behind=plan.prompt_pages)
-    return jnp.stack(pages, axis=1), tuple(states)
+    return jax.tree.map(lambda *x: jnp.stack(x, axis=1), *pages), tuple(states)
 
 
 def end(state: DecodeState, at: int, extents: Extents) -> DecodeState:
@@ -176,9 +178,7 @@ def without_row(state: DecodeState, at: int) -> DecodeState:
     return replace(state, cache=replace(state.cache, table=table), done=state.done.at[at].set(True))
 
 
-def fork(
-    state: DecodeState, pool: jax.Array | None, extents: Extents | None, *, plan: Plan
-) -> tuple[DecodeState, jax.Array | None]:
+def fork(state: DecodeState, pool: Pool | None, extents: Extents | None, *, plan: Plan) -> tuple[DecodeState, Pool | None]:
     """Returns a copy of `state` that decodes independently of it, and the pool. Donates the pool.
 
     The two states share one pool: pass the pool that a step of one state returned to the next step of the other.
@@ -201,9 +201,7 @@ def fork(
     return replace(twin, cache=replace(twin.cache, table=table)), pool
 
 
-def _with_own_extents(
-    pool: jax.Array, table: np.ndarray, wanted: np.ndarray, extents: Extents
-) -> tuple[jax.Array, Int[Array, "B X"]]:
+def _with_own_extents(pool: Pool, table: np.ndarray, wanted: np.ndarray, extents: Extents) -> tuple[Pool, Int[Array, "B X"]]:
     """Returns the pool, and the table with new extents at the `wanted` places, which get the contents of the old ones."""
     new_table = np.where(wanted, extents.take(wanted), table)
     for old, new in zip(table[wanted], new_table[wanted], strict=True):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from icejax.cache.pool import host_pool
+from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import CachePolicy, Heads, KVCache, Lengths
 from icejax.engine.buckets import text_bucket
 from icejax.engine.decode.layer import view_of
@@ -30,9 +31,9 @@ from icejax.runtime import devices
 
 
 def extend(
-    model: CausalLM, tokens: Sequence[int], plan: Plan, state: DecodeState, pool: jax.Array | None, *,
+    model: CausalLM, tokens: Sequence[int], plan: Plan, state: DecodeState, pool: Pool | None, *,
     progress: Callable[[int], None] | None = None,
-) -> tuple[DecodeState, Step, jax.Array | None]:  # fmt: skip
+) -> tuple[DecodeState, Step, Pool | None]:  # fmt: skip
     """Appends `tokens` to a cache of one row and chooses the next token. Donates `state` and `pool`.
 
     Returns what `prefill` returns: the state to decode from, the first step, and the pool. The earlier tokens' pages are read
@@ -59,7 +60,8 @@ def extend(
         states.append(layer_state)
         if pages is not None:
             x.block_until_ready()  # the layer's program reads the pool that the next line donates
-            pool, used = host_pool.write_pages(pool, pages[:, None], table, lengths.next_page, plan.pooled.index(i)), filled
+            pages = jax.tree.map(lambda x: x[:, None], pages)
+            pool, used = host_pool.write_pages(pool, pages, table, lengths.next_page, plan.pooled.index(i)), filled
         if progress is not None:
             x.block_until_ready()
             progress(i + 1)

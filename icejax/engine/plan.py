@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from icejax.cache.pool.extents import extents_for, row_extents
-from icejax.cache.pool.host_pool import EXTENT, PoolLayer
+from icejax.cache.pool.host_pool import EXTENT, Pool, PoolLayer
 from icejax.cache.pool.page_format import page_rows
 from icejax.cache.protocol import CachePolicy, KVCache, Report
 from icejax.cache.registry import display_name, layer_policies
@@ -116,9 +116,7 @@ class Plan:
         """Number of decoded tokens after which their pages are packed anew; 0: never, also if fewer tokens have room."""
         return self.pool.compact_every if self.pool and self.pool.compact_every <= self.spec.new_capacity else 0
 
-    def pages(
-        self, layer: int, pool: jax.Array | None, table: jax.Array | None, ended: jax.Array | None = None
-    ) -> PoolLayer | None:
+    def pages(self, layer: int, pool: Pool | None, table: jax.Array | None, ended: jax.Array | None = None) -> PoolLayer | None:
         """Returns the pool as `layer` reads it; None for a layer without pages.
 
         Args:
@@ -138,6 +136,10 @@ class Plan:
         if self.pool is None:
             return self.spec.capacity
         return (self.pool.pages - pages) * self.page_size - self.text_slots(tokens) - 1  # the last page is never full
+
+    def pool_sizes(self, extents: int) -> tuple[tuple[int, ...], str, int]:
+        """Returns what `host_pool.allocate` takes: shape and dtype of the pages, and the bytes of a page's codes."""
+        return self.pool_shape(extents), self.pool_dtype, self.pool.codes
 
     @property
     def pool_dtype(self) -> str:

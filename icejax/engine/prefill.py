@@ -19,6 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import table_for
+from icejax.cache.pool.host_pool import Pool
+from icejax.cache.pool.page_format import PagesWithCodes, without_codes
 from icejax.cache.protocol import CachePolicy, Heads, KVCache, Lengths, Outcome, Shared
 from icejax.cache.sizes import CacheSpec
 from icejax.engine.buckets import bucket
@@ -34,7 +36,8 @@ from icejax.ops.attention.dense import Attended
 from icejax.ops.experts.offloaded_experts import with_experts_on_device
 from icejax.runtime import devices
 
-Kept = tuple[Any, jax.Array | None]  # a layer's state, and its pages [P, B, K, planes, p, W] for the pool
+Pages = Float[Array, "P B K planes p W"] | PagesWithCodes
+Kept = tuple[Any, Pages | None]  # a layer's state, and its pages for the pool
 Table = Int[Array, "B X"]  # the extents of each row
 
 
@@ -47,8 +50,8 @@ def prefill(
     draws: Sequence[tuple[int, int]] | None = None,
     progress: Callable[[int], None] | None = None,
     host_memory_limit: int | None = None,
-    into: tuple[jax.Array, np.ndarray] | None = None,
-) -> tuple[DecodeState, Step, jax.Array | None]:
+    into: tuple[Pool, np.ndarray] | None = None,
+) -> tuple[DecodeState, Step, Pool | None]:
     """Runs the prompts and chooses the first new token of each.
 
     Where experts are in host memory, the experts that the prompts use most move to the device, in each layer.
@@ -76,12 +79,12 @@ def prefill(
     return state, step, pool
 
 
-def _pool_for(prompts: Sequence[Sequence[int]], plan: Plan, limit: int | None) -> tuple[jax.Array | None, Table | None]:
+def _pool_for(prompts: Sequence[Sequence[int]], plan: Plan, limit: int | None) -> tuple[Pool | None, Table | None]:
     """Returns an empty pool with room for prompts and answers, and each row's extents; None and None without a pool."""
     if not plan.pooled:
         return None, None
     count, table = table_for(np.stack([plan.extents(len(prompt)) for prompt in prompts]))
-    return host_pool.allocate(plan.pool_shape(count), plan.pool_dtype, limit=limit), jnp.asarray(table)
+    return host_pool.allocate(*plan.pool_sizes(count), limit=limit), jnp.asarray(table)
 
 
 def prefill_layers(
@@ -105,11 +108,11 @@ def prefill_layers(
 def keep_layers(
     layers: Iterable[tuple[Float[Array, "B T D"], Kept]],
     plan: Plan,
-    pool: jax.Array | None,
+    pool: Pool | None,
     table: Table | None,
     *,
     progress: Callable[[int], None] | None = None,
-) -> tuple[Float[Array, "B T D"], tuple[Any, ...], jax.Array | None]:
+) -> tuple[Float[Array, "B T D"], tuple[Any, ...], Pool | None]:
     """Writes the layers' pages to the pool; returns the last layer's output, all states, and the pool. Donates the pool."""
     states = []
     for i, (x, (state, pages)) in enumerate(layers):
@@ -122,9 +125,10 @@ def keep_layers(
     return x, tuple(states), pool
 
 
-def write_layer(pool: jax.Array, pages: Float[Array, "P B K planes p W"], table: Table, layer: int) -> jax.Array:
+def write_layer(pool: Pool, pages: Pages, table: Table, layer: int) -> Pool:
     """Returns the pool with a prompt's pages of one layer; `layer` is its place in the pool. Donates the pool."""
-    return host_pool.write_pages(pool, pages[:, None], table, 0, layer, together=math.gcd(len(pages), host_pool.EXTENT))
+    together = math.gcd(len(without_codes(pages)), host_pool.EXTENT)
+    return host_pool.write_pages(pool, jax.tree.map(lambda x: x[:, None], pages), table, 0, layer, together=together)
 
 
 def first_state(

@@ -16,6 +16,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.engine.batch import extract
 from icejax.engine.decode.step import DecodeState, Step
@@ -36,7 +37,7 @@ def without_cache(state: DecodeState, at: int) -> DecodeState:
 
 
 def renewed(
-    model: CausalLM, plan: Plan, row: DecodeState, text: Sequence[int], pool: jax.Array | None
+    model: CausalLM, plan: Plan, row: DecodeState, text: Sequence[int], pool: Pool | None
 ) -> tuple[DecodeState, Step, jax.Array | None]:
     """Returns the state of one row after its whole `text` was prefilled, the step that chose its next token, and the pool.
 

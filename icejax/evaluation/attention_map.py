@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from icejax.cache.bases.retrieval import PagedState
+from icejax.cache.pool.page_format import without_codes
 from icejax.cache.protocol import CachePolicy, Heads, Outcome
 from icejax.cache.sizes import CacheSpec
 from icejax.checks.errors import InputError
@@ -156,7 +157,7 @@ def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, 
     positions, embedded = {}, model.model.embed_tokens(jnp.asarray(padded_prompts([prompt], plan.spec)))
     for i, (_, pages) in enumerate(run_layers(model, embedded, run)):
         if pages is not None:
-            positions[i] = np.asarray(pages)[:, 0, :, 1, :, 0].transpose(1, 0, 2).astype(np.int32)
+            positions[i] = np.asarray(without_codes(pages))[:, 0, :, 1, :, 0].transpose(1, 0, 2).astype(np.int32)
     return positions
 
 

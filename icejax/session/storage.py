@@ -26,6 +26,7 @@ import numpy as np
 
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import table_for
+from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import CachePolicy, KVCache
 from icejax.checks.errors import InputError
 from icejax.checks.json_file import MOST_BYTES
@@ -74,7 +75,7 @@ class SessionInfo:
 
 
 def write(
-    part: Path, identity: dict[str, Any], about: SessionInfo, token_ids: Sequence[int], cache: KVCache, pool: jax.Array | None
+    part: Path, identity: dict[str, Any], about: SessionInfo, token_ids: Sequence[int], cache: KVCache, pool: Pool | None
 ) -> None:
     """Writes a session into the empty folder `part`; `identity` is its fingerprint."""
     with open(part / ARRAYS, "wb") as file:
@@ -84,7 +85,8 @@ def write(
             writer.write(f"cache.{name}", np.asarray(leaf))
         if pool is not None:
             for (name, count), extent in zip(saved_extents(about.pages), np.asarray(cache.table)[0], strict=False):
-                writer.write(name, pages_out(pool, extent, count))
+                for piece, pages in pages_out(pool, extent, name, count):
+                    writer.write(piece, pages)
     fields = dict(version=VERSION, identity=identity, **dataclasses.asdict(about), arrays=writer.described)
     (part / ABOUT).write_text(json.dumps(fields | {"checksum": _checksum(fields)}))
 
@@ -115,9 +117,7 @@ class StoredSession:
             raise InputError(f"{self.path} holds plain text, whose context length of {length} stays: leave context_length out")
         return length if context_length is None else context_length
 
-    def read(
-        self, plan: Plan, *, vocab_size: int, host_memory_limit: int | None
-    ) -> tuple[list[int], KVCache, jax.Array | None]:
+    def read(self, plan: Plan, *, vocab_size: int, host_memory_limit: int | None) -> tuple[list[int], KVCache, Pool | None]:
         """Returns the tokens, the device part of the cache, and the pool.
 
         Args:
@@ -145,9 +145,9 @@ class StoredSession:
             pool = table = None
             if plan.pooled:
                 count, table = table_for(plan.extents(about.first)[None])
-                pool = host_pool.allocate(plan.pool_shape(count), plan.pool_dtype, limit=host_memory_limit)
+                pool = host_pool.allocate(*plan.pool_sizes(count), limit=host_memory_limit)
                 for (name, _), extent in zip(saved_extents(about.pages), table[0], strict=False):
-                    pool = pages_in(pool, extent, file.read(name))
+                    pool = pages_in(pool, extent, name, file.read)
         # No aliasing: on CPU an array over numpy's memory could not be written in place.
         leaves = [jax.device_put(x, devices.device(), may_alias=False) for x in leaves]
         cache = jax.tree.unflatten(jax.tree.structure(empty), leaves)

@@ -10,8 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import jax
-
+from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import CachePolicy, KVCache
 from icejax.engine.decode.run import Run, resumed_run
 from icejax.engine.decode.step import DecodePrograms
@@ -47,7 +46,7 @@ class TextCache:
         """Returns the plan of a conversation whose first text has `first` tokens."""
         return session_plan(self._model, self.policy, context_length=self._context_length, first=first)
 
-    def restore(self, plan: Plan, first: int, joints: Sequence[Sequence[int]], cache: KVCache, pool: jax.Array | None) -> None:
+    def restore(self, plan: Plan, first: int, joints: Sequence[Sequence[int]], cache: KVCache, pool: Pool | None) -> None:
         """Takes over a saved cache, which has been read for `plan`."""
         self.plan, self.first, self.joints = plan, first, [Joint(*joint) for joint in joints]
         self.run = resumed_run(self._model, plan, cache, pool)

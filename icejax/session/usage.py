@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from icejax.cache.pool.page_format import pool_bytes, without_codes
 from icejax.engine.decode.run import Run
 from icejax.engine.plan import Plan
 from icejax.session.session import Session
@@ -48,7 +49,7 @@ def _usage(plan: Plan, run: Run) -> Usage:
             slots, describing = slots + int(counts.sum()), float((counts > 0).mean())
         used += share * (size - report.digest_bytes) + describing * report.digest_bytes
         reserved += size
-    host = 0 if run.pool is None else run.pool.nbytes
+    host = pool_bytes(run.pool)
     # The pool's arrays have one entry per extent, layer, page and KV head.
-    pool_slots = 1 if run.pool is None else int(np.prod(run.pool.shape[:4])) * plan.page_size
+    pool_slots = 1 if run.pool is None else int(np.prod(without_codes(run.pool).shape[:4])) * plan.page_size
     return Usage(reserved, round(used), host, host * slots // pool_slots)

@@ -39,6 +39,7 @@ GRAPHS = (
     f"--context 131072 --batch 4 {FOUR_LAYERS} --cache tolerant",
     f"--context 131072 --batch 1,8 {FOUR_LAYERS} --cache coded",
     f"--context 131072 --batch 1,8 {FOUR_LAYERS} --cache packed",
+    f"--context 131072 --batch 1,8 {FOUR_LAYERS} --cache-option look=4",
     f"--context 32768 --batch 1 {FOUR_LAYERS} --weights int4",
     "--context 131072 --layers 4 --cache full",
     "--context 32768 --batch 4,8 --layers 4 --cache full",

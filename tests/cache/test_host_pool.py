@@ -163,6 +163,30 @@ def test_writes_land_in_place_and_nowhere_else(dtype):
     np.testing.assert_array_equal(np.asarray(run, np.float32), np.asarray(as_values(run_pages[:, 1]), np.float32))
 
 
+@pytest.mark.parametrize("backend", [*choose.ORDER["cpu"], "gather"])
+def test_codes_go_where_their_pages_go(backend):
+    """Into extents, out of them, and by page to the device; pages keep their bits beside them."""
+    rng, pool = np.random.default_rng(0), host_pool.allocate(SHAPE, "bfloat16", 24)
+    assert page_format.pool_bytes(pool) == np.prod(SHAPE) * 2 + np.prod(SHAPE[:4]) * 24
+    pages = jnp.asarray(rng.standard_normal((96, 1, ROWS, *SHAPE[3:])), jnp.bfloat16)
+    codes = rng.integers(0, 256, (96, 1, ROWS, SHAPE[3], 1, 1, 24)).astype(np.uint8)
+    pool = host_pool.write_pages(pool, page_format.PagesWithCodes(pages, jnp.asarray(codes)), TABLE, 0, 2, together=32)
+    pool = host_pool.write_extent(pool, host_pool.read_extent(pool, jnp.int32(4)), jnp.int32(3))
+    ids, ended = rng.integers(0, 96, (ROWS, SHAPE[3], 5)).astype(np.int32), jnp.asarray([False, True])
+
+    @jax.jit
+    def read(pool, ids):
+        layer = host_pool.PoolLayer(pool, jnp.asarray([[3, 1], [2, 5]], jnp.int32), ended, 2, backend, "bfloat16", True)
+        (fetched,), count = layer.codes.fetch_live(ids, ids >= 0)
+        return fetched, count, layer.run(jnp.int32(62), 3)
+
+    fetched, count, run = jax.tree.map(np.asarray, read(pool, ids))
+    heads = np.arange(SHAPE[3])[:, None]
+    np.testing.assert_array_equal(fetched[0], codes[ids[0], 0, 0, heads, 0])
+    assert not fetched[1].any() and count.tolist() == [ids[0].size, 0]
+    np.testing.assert_array_equal(run.codes, codes[62:65, 0])
+
+
 def test_a_wrong_or_failing_backend_is_passed_over_and_told(monkeypatch, caplog):
     def refuse(table, rows):
         raise NotImplementedError("not here")

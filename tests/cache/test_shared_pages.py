@@ -33,7 +33,17 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [dict(reuse=3), dict(prefetch=True), dict(reuse=2, prefetch=True, resident=True)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(reuse=3),
+        dict(prefetch=True),
+        dict(reuse=2, prefetch=True, resident=True),
+        dict(reuse=3, look=4),
+        dict(prefetch=True, look=4),
+    ],
+    ids=str,
+)
 def test_room_for_all_tokens_is_still_the_full_cache(model, options):
     prompts = [families.tokens(300), families.tokens(90)]
     expected = greedy(model, Full(), prompts, 80)

@@ -37,6 +37,7 @@ EXACT = {
     "pariskv": ParisKV(budget=ROOM),
     "coded": Coded(budget=ROOM, page_size=PAGE, compact_every=32),
     "packed": Packed(budget=ROOM, page_size=PAGE, compact_every=32),
+    "look": Clustered(budget=ROOM, page_size=PAGE, compact_every=32, look=4),
 }
 SINGLE_TOKENS = (
     "pqcache",
@@ -44,6 +45,7 @@ SINGLE_TOKENS = (
     "pariskv",
     "coded",
     "packed",
+    "look",
 )  # policies that fetch single tokens; test_omnikv has OmniKV
 
 
@@ -64,7 +66,7 @@ class Batch:
         self.model, self.plan = model, make_plan(model, policy, batch_size=rows, prompt_tokens=longest, new_tokens=new)
         self.row_plan = replace(self.plan, spec=replace(self.plan.spec, batch_size=1))
         self.state, self.programs, self.extents = empty_batch(self.plan), DecodePrograms(model, self.plan), Extents(extents)
-        self.pool = host_pool.allocate(self.plan.pool_shape(extents), self.plan.pool_dtype) if self.plan.pooled else None
+        self.pool = host_pool.allocate(*self.plan.pool_sizes(extents)) if self.plan.pooled else None
         self.logits: dict[int, list[np.ndarray]] = {}
 
     def prefill(self, prompt, **options):
@@ -154,11 +156,16 @@ def test_the_last_round_before_that_is_compacted_as_the_others(model):
 
 
 @pytest.mark.slow
-def test_nothing_is_read_of_what_others_have_left_in_the_pool(model):
+@pytest.mark.parametrize("name", ["clustered", "look"])
+def test_nothing_is_read_of_what_others_have_left_in_the_pool(model, name):
     """The pool is full of NaN, and the row has only a part of the round that is compacted."""
-    policy, prompt = replace(EXACT["clustered"], compact_every=64), families.tokens(90)
+    policy, prompt = replace(EXACT[name], compact_every=64), families.tokens(90)
     batch = Batch(model, policy, rows=1)
-    batch.pool = jax.device_put(np.full(batch.pool.shape, 0x7FC00000, np.uint32), batch.pool.sharding)
+
+    def nothing(x: jax.Array) -> jax.Array:
+        return jax.device_put(np.full(x.shape, 0x7FC00000 if x.dtype == np.uint32 else 0xFF, x.dtype), x.sharding)
+
+    batch.pool = jax.tree.map(nothing, batch.pool)
     batch.step(41)
     batch.join(prompt, 0)
     batch.step(60)

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from icejax.cache.pool import host_pool
+from icejax.cache.pool.host_pool import Pool
+from icejax.cache.pool.page_format import without_codes
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import Clustered, Coded, Full, Quest, SnapKV
 from icejax.cache.sizes import CacheSpec
@@ -35,7 +37,7 @@ GREEDY, DRAWN = Sampling(), Sampling(temperature=0.8, repetition_penalty=1.2)
 
 
 def in_units(
-    model: CausalLM, plan: Plan, pool: jax.Array | None, table, prompt=PROMPT, *, sampling=GREEDY
+    model: CausalLM, plan: Plan, pool: Pool | None, table, prompt=PROMPT, *, sampling=GREEDY
 ) -> tuple[DecodeState, Step, jax.Array | None]:
     """Returns what `prefill` returns, computed unit by unit."""
     job, layers = PrefillJob(model, prompt, plan, table, sampling=sampling, draw=(3, 1), sizes=SIZES), []
@@ -52,7 +54,7 @@ def both(
     """Returns the plan, and the state, the step and the pool of a whole prefill and of one in units."""
     plan = plan_for(model, policy, [PROMPT], 40)
     whole = prefill(model, [PROMPT], plan, sampling=[sampling], draws=[(3, 1)])
-    empty = None if whole[2] is None else host_pool.allocate(whole[2].shape, plan.pool_dtype)
+    empty = None if whole[2] is None else host_pool.allocate(*plan.pool_sizes(len(without_codes(whole[2]))))
     table = None if empty is None else np.asarray(whole[0].cache.table)
     return plan, [whole, in_units(model, plan, empty, table, sampling=sampling)]
 
@@ -71,8 +73,8 @@ def assert_equal(actual: DecodeState, expected: DecodeState) -> None:
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerances.EXACT * largest)
 
 
-def pages(pool: jax.Array | None) -> np.ndarray:
-    return np.zeros(0) if pool is None else np.asarray(pool).view(np.float32)
+def pages(pool: Pool | None) -> np.ndarray:
+    return np.zeros(0) if pool is None else np.asarray(without_codes(pool)).view(np.float32)
 
 
 def case(name: str, policy: CachePolicy, *, slow: bool = True):
@@ -109,7 +111,7 @@ def test_a_prefill_in_units_equals_a_whole_one(tmp_path, name, policy):
     np.testing.assert_allclose(logits[1], logits[0], rtol=0, atol=tolerances.EXACT)
 
 
-def decoded(model: CausalLM, plan: Plan, state: DecodeState, step: Step, pool: jax.Array | None) -> tuple[list, np.ndarray]:
+def decoded(model: CausalLM, plan: Plan, state: DecodeState, step: Step, pool: Pool | None) -> tuple[list, np.ndarray]:
     """Returns 21 tokens, the first one included, and their logits."""
     programs, steps = DecodePrograms(model, plan), [step]
     for _ in range(20):
@@ -146,7 +148,7 @@ def test_nothing_comes_from_padding_in_units(tmp_path, policy):
         pool, table = None, None
         if plan.pooled:
             table = 1 + np.arange(plan.extents(300).size, dtype=np.int32)[None]
-            pool = host_pool.allocate(plan.pool_shape(1 + table.size), plan.pool_dtype)
+            pool = host_pool.allocate(*plan.pool_sizes(1 + table.size))
         runs.append(in_units(model, plan, pool, table, prompt))
     assert_equal(runs[1][0], runs[0][0])
     np.testing.assert_array_equal(pages(runs[1][2]), pages(runs[0][2]))

@@ -23,7 +23,7 @@ from tests.helpers import families
 from tests.helpers.letters import Letters
 
 PAGES = dict(budget=2048, page_size=8, compact_every=32)  # a budget for all tokens, even in partly filled pages
-CACHES = {"full": Full(), "clustered": Clustered(**PAGES), "coded": Coded(**PAGES)}
+CACHES = {"full": Full(), "clustered": Clustered(**PAGES), "coded": Coded(**PAGES), "look": Clustered(**PAGES, look=4)}
 DOCUMENT = families.tokens(300)
 PROMPTS = [[*DOCUMENT, *families.tokens(20 + 5 * i, seed=i)] for i in range(5)]
 OTHER = [*families.tokens(300, seed=9), *families.tokens(20)]
@@ -86,7 +86,7 @@ def folder(stored, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "places"),
-    [slow(*case) for case in (("full", 1), ("clustered", 2), ("clustered", 1), ("coded", 1), ("full", 2))],
+    [slow(*case) for case in (("full", 1), ("clustered", 2), ("clustered", 1), ("coded", 1), ("look", 1), ("full", 2))],
 )
 def test_a_later_engine_answers_behind_a_stored_prefix(model, expected, tmp_path, name, places):
     """The third prompt reads it from the disk between steps of another row, the fourth has it in memory."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import numpy as np
 
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import extents_for
+from icejax.cache.pool.page_format import without_codes
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, View
 from icejax.cache.sizes import CacheSpec
 from icejax.ops.attention.causal import causal
@@ -66,7 +68,7 @@ def programs(policy: CachePolicy, softcap: float | None = None) -> Programs:
 
     def compact(state, pool, lengths):
         count = policy.compact_every // policy.page_size
-        pages = view(lengths, pool).pool.run(lengths.next_page - count, count)
+        pages = without_codes(view(lengths, pool).pool.run(lengths.next_page - count, count))
         compaction = policy.compact(state, pages, View(lengths))
         return compaction.state, compaction.pages
 
@@ -145,10 +147,12 @@ class Layer:
             extents = extents_for(policy.pool(self.spec).pages)
             # Reversed: a row's extents are not in the order of the pool.
             table = np.arange(extents * len(lengths), dtype=np.int32).reshape(extents, -1).T[::-1].copy()
-            shape = (table.size, 1, host_pool.EXTENT, *pages.shape[2:])
+            count = len(without_codes(pages))
+            shape = (table.size, 1, host_pool.EXTENT, *without_codes(pages).shape[2:])
             self.table = jnp.asarray(table)
-            self.pool = host_pool.write_pages(host_pool.allocate(shape, "float32"), pages[:, None], self.table, 0)
-            self.lengths = replace(self.lengths, next_page=jnp.int32(pages.shape[0]))
+            self.pool = host_pool.allocate(shape, "float32", policy.pool(self.spec).codes)
+            self.pool = host_pool.write_pages(self.pool, of_one_layer(pages), self.table, 0)
+            self.lengths = replace(self.lengths, next_page=jnp.int32(count))
         self.programs = programs(policy, softcap)
 
     def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -159,12 +163,13 @@ class Layer:
         if self.pool is not None and clock % self.policy.page_size == 0:
             page, update = self.programs.flush(self.state, self.lengths)
             self.state = self.programs.after_flush(self.state, update, self.lengths)
-            self.pool = host_pool.write_pages(self.pool, page[None, None], self.table, self.lengths.next_page)
+            page = jax.tree.map(lambda x: x[None, None], page)
+            self.pool = host_pool.write_pages(self.pool, page, self.table, self.lengths.next_page)
             self.lengths = replace(self.lengths, next_page=self.lengths.next_page + 1)
         if self.pool is not None and self.policy.compact_every and clock % self.policy.compact_every == 0:
             count = self.policy.compact_every // self.policy.page_size
             self.state, pages = self.programs.compact(self.state, self._pool, self.lengths)
-            self.pool = host_pool.write_pages(self.pool, pages[:, None], self.table, self.lengths.next_page - count)
+            self.pool = host_pool.write_pages(self.pool, of_one_layer(pages), self.table, self.lengths.next_page - count)
         return np.asarray(out)
 
     def join(self, clock: int) -> None:
@@ -182,14 +187,19 @@ class Layer:
         count = jnp.asarray(new, jnp.int32)
         (out, self.lse), self.state, pages, used = self.programs.extend(self.state, q, k, v, self.lengths, count, self._pool)
         if pages is not None:
-            self.pool = host_pool.write_pages(self.pool, pages[:, None], self.table, self.lengths.next_page)
+            self.pool = host_pool.write_pages(self.pool, of_one_layer(pages), self.table, self.lengths.next_page)
         self.lengths = Lengths.of(self.lengths.seen + count, self.lengths.next_page + (used or 0))
         return np.asarray(out)
 
 
-def stored(pool: jax.Array, table: jax.Array) -> np.ndarray:
+def of_one_layer(pages):
+    """Returns pages [M, B, ...], with their codes if they have any, as those of one layer, [M, 1, B, ...]."""
+    return jax.tree.map(lambda x: x[:, None], pages)
+
+
+def stored(pool: Any, table: jax.Array) -> np.ndarray:
     """Returns the pages of each row of an fp32 pool, f32[B, P, L, K, planes, p, W]."""
-    pages = np.asarray(pool).view(np.float32)[np.asarray(table)].swapaxes(2, 3)  # B, X, 64, L, ...
+    pages = np.asarray(without_codes(pool)).view(np.float32)[np.asarray(table)].swapaxes(2, 3)  # B, X, 64, L, ...
     return pages.reshape(len(pages), -1, *pages.shape[3:])
 
 

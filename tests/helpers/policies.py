@@ -94,6 +94,12 @@ POLICIES = (
         slow=True,
     ),
     Row(
+        "clustered-look",
+        Clustered(budget=64, look=4, compact_every=32),
+        lambda n: Clustered(budget=2 * n, look=4, compact_every=32),
+        slow=True,
+    ),
+    Row(
         "clustered-as-icecache",
         Clustered(budget=64, **PRESETS["icecache"][1]),
         lambda n: Clustered(budget=2 * n, **PRESETS["icecache"][1]),  # pages may be partly filled

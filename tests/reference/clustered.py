@@ -225,7 +225,7 @@ class Reference:
             runs = range(0, len(levels[-1]), tree.FAN_OUT)
             levels.append([self.node(levels[-1][i : i + tree.FAN_OUT]) for i in runs])
         candidates, rest = list(range(len(levels[-1]))), []
-        num_opened = max(self.policy.opened, 2 * -(-self.policy.num_ranked(2**20) // tree.FAN_OUT))
+        num_opened = max(self.policy.opened, 2 * -(-max(count, self.policy.num_ranked(2**20)) // tree.FAN_OUT))
         for level in range(len(levels) - 1, -1, -1):
             nodes = [levels[level][i] for i in candidates]
             pairs = [self.score(q, tokens) for tokens in nodes]

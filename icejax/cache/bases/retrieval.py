@@ -6,7 +6,6 @@ Called by the layer walk through `CachePolicy`. Pages are [P, B, K, planes, p, W
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from icejax.cache.bases.selection import Selection, num_attended
 from icejax.cache.bases.window import Planes, Window, WindowState
 from icejax.cache.index.base import PageIndex
 from icejax.cache.pool.host_pool import Fetched
-from icejax.cache.pool.page_format import stack_planes
+from icejax.cache.pool.page_format import PagePlanes, Stored, stack_planes
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, Shared, View
 from icejax.cache.sizes import CacheSpec, PoolSpec
 from icejax.checks.errors import InputError
@@ -145,9 +144,8 @@ class Retrieval(CachePolicy):
         lengths = Lengths.of(heads.lengths)
         window, middle = self.window_layout.after_prompt(heads.planes(len(state.window.sinks)), lengths)
         pages, described, shared = self._packed(*middle, view.shared)
-        return Outcome(
-            replace(state, window=window, index=self.index.of_prompt(state.index, described)), pages=pages, shared=shared
-        )
+        state = replace(state, window=window, index=self.index.of_prompt(state.index, described))
+        return Outcome(state, pages=pages, shared=shared)
 
     def decode(self, state: PagedState, heads: Heads, view: View) -> Outcome:
         lengths, num_heads = view.lengths, heads.k.shape[2]
@@ -204,9 +202,12 @@ class Retrieval(CachePolicy):
             attended = merge_by_lse(*attended, *attend_all(heads.q, *near, scoring=heads.scoring))
         return attend_pages(Attended(*attended), heads, view, self.index.counts(state.index))
 
-    def _packed(
-        self, planes: Planes, valid: Bool[Array, "B T"], shared: Shared | None
-    ) -> tuple[Float[Array, "P B K planes p W"], Any, Shared | None]:
+    def stored(self, planes: PagePlanes, mask: Bool[Array, "B K P p"]) -> Stored:
+        """Returns pages as the pool keeps them; a policy may add codes."""
+        del mask
+        return stack_planes(planes)
+
+    def _packed(self, planes: Planes, valid: Bool[Array, "B T"], shared: Shared | None) -> tuple[Stored, Any, Shared | None]:
         """Returns pages of the tokens in `valid`, what the index keeps of them, and the order for follower layers."""
         order = shared.order if self.follows and shared is not None else None
         order = self.order(planes[0], valid) if order is None else order
@@ -218,9 +219,10 @@ class Retrieval(CachePolicy):
         else:
             parts = (jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 3)), axis=2) for x in parts)
         *pages, mask = (x.reshape(*x.shape[:2], -1, self.page_size, *x.shape[3:]) for x in parts)
-        return stack_planes(pages).transpose(2, 0, 1, 3, 4, 5), self._described(pages, mask), shared
+        described, stored = self._described(pages, mask), self.stored(pages, mask)
+        return jax.tree.map(lambda x: x.transpose(2, 0, 1, 3, 4, 5), stored), described, shared
 
-    def _described(self, pages: Sequence[Float[Array, "B K P p _"]], mask: Bool[Array, "B K P p"]) -> Any:
+    def _described(self, pages: PagePlanes, mask: Bool[Array, "B K P p"]) -> Any:
         """Returns what the index keeps of pages; `pages` are their planes."""
         return self.index.describe(pages[0], pages[1] if len(pages) > 1 else None, mask)
 
@@ -228,14 +230,15 @@ class Retrieval(CachePolicy):
         """Returns the part of the state that `flush` reads, so that the states of several layers can be joined as rows."""
         return replace(state, index=self.index.flush_slice(state.index, lengths.next_page))
 
-    def flush(self, state: PagedState, lengths: Lengths) -> tuple[Float[Array, "B K planes p W"], Any]:
+    def flush(self, state: PagedState, lengths: Lengths) -> tuple[Stored, Any]:
         """Returns the page that leaves the window and the update for `after_flush`, from a state or its `flush_slice`.
 
         Called between steps whenever `page_size` tokens have been decoded.
         """
-        page, mask = self.window_layout.oldest(state.window, lengths)
-        described = self._described([x[:, :, None] for x in page], mask[:, :, None])
-        return stack_planes(page), self.index.page_update(state.index, described, lengths.next_page)
+        planes, mask = self.window_layout.oldest(state.window, lengths)
+        parts = [x[:, :, None] for x in planes], mask[:, :, None]
+        described, stored = self._described(*parts), jax.tree.map(lambda x: x[:, :, 0], self.stored(*parts))
+        return stored, self.index.page_update(state.index, described, lengths.next_page)
 
     def after_flush(self, state: PagedState, prepared: Any, lengths: Lengths) -> PagedState:
         """Returns the state after `flush`, whose `lengths` and update (`prepared`) it takes.
@@ -290,8 +293,7 @@ class Retrieval(CachePolicy):
     def report(self, state: PagedState, lengths: Lengths) -> Report:
         selected, needed = (state.weights > 0).any(-1), state.ids != NOTHING
         pages = jnp.stack([selected.sum((1, 2)), state.fetched, needed.sum((1, 2))])
-        masks = self.window_layout.masks(state.window, lengths, seen=lengths.seen)
-        heads = state.window.sinks[0].shape[1]
+        masks, heads = self.window_layout.masks(state.window, lengths, seen=lengths.seen), state.window.sinks[0].shape[1]
         slots, allocated = heads * sum(mask.sum(1) for mask in masks), heads * sum(mask.shape[1] for mask in masks)
         described = (state.index, state.window.first, state.ids, state.weights, state.fetched)
         return Report(pages, slots, allocated, sum(x.nbytes for x in jax.tree.leaves(described)))

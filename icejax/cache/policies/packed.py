@@ -7,18 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
-
 from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.similar_pages import SimilarPages
+from icejax.cache.bases.two_precisions import BITS, tokens_by_codes
 from icejax.cache.index.page_codes import PageCodes
 from icejax.cache.protocol import Heads, View
 from icejax.checks.numbers import one_of
-from icejax.ops.attention.dense import masked_scores
-from icejax.ops.pages.code_attention import CodedPages, attend_codes
-from icejax.ops.slots import merge_heads
-
-BITS = (2, 3, 4, 8)
+from icejax.ops.pages.code_attention import CodedPages
 
 
 @dataclass(frozen=True)
@@ -53,16 +48,6 @@ class Packed(SimilarPages):
         return PageCodes(self.page_size, self.codes)
 
     def find(self, heads: Heads, index: CodedPages, view: View) -> Selection:
-        q, (keys, _, mask) = heads.by_group(), map(merge_heads, view.near)
-        near = masked_scores(merge_heads(q), keys, mask[:, None], scoring=heads.scoring)
-        tokens = attend_codes(
-            q,
-            index,
-            jax.nn.logsumexp(near, axis=-1).reshape(q.shape[:3]),
-            scoring=heads.scoring,
-            page_size=self.page_size,
-            bits=self.codes,
-            wanted=self.num_fetched(index.count.shape[-1]),
-            value_size=heads.v.shape[-1],
-        )
+        wanted = self.num_fetched(index.count.shape[-1])
+        tokens = tokens_by_codes(heads, view.near, index, page_size=self.page_size, bits=self.codes, wanted=wanted)
         return Selection(tokens.ids, tokens.counts, tail=tokens.rest)

@@ -3,8 +3,9 @@
 Retrieval policies fetch pages [B, K, M] from a `PoolLayer`; the engine writes pages after prefill, flush and compact. The pool
 is one array `uint[E, L, 64, K, planes, rows, W]` of bit patterns (`page_format.py`) in `pinned_host` memory: XLA:CPU would
 rewrite a bf16 update through an fp32 copy of the whole buffer. Keys and values are two planes; keys that hold their values are
-one. The pool consists of extents of 64 pages; a table names the extents of each row, so that a short row takes few. With the
-table row [5, 2] page 70 is page 6 of extent 2.
+one. A policy that keeps codes of its pages has a second array for them (`PagesWithCodes`). The pool consists of extents of 64
+pages; a table names the extents of each row, so that a short row takes few. With the table row [5, 2] page 70 is page 6 of
+extent 2.
 
 A program that only reads the pool never copies it. A program that writes the pool takes it by donation and does nothing else
 with it, because XLA:GPU copies a pool that one program both reads and writes.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +24,26 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from icejax.cache.pool.page_format import bits_dtype, decode_pages, encode_pages
+from icejax.cache.pool.page_format import (
+    BYTES,
+    PagesWithCodes,
+    decode_pages,
+    encode_pages,
+    pool_bytes,
+    pool_shapes,
+    without_codes,
+)
 from icejax.runtime import devices
 from icejax.runtime.host_reads.backends import BACKENDS, MASKED_BACKENDS
 
 EXTENT = 64  # pages
 MISSING = 32  # pages read at a time by `fetch_missing`
-Pool = UInt[Array, "E L 64 K planes rows W"]
+Pool = UInt[Array, "E L 64 K planes rows W"] | PagesWithCodes
+Extent = UInt[Array, "L 64 K planes rows W"] | PagesWithCodes
+NewPages = Float[Array, "M l B K planes p W"] | PagesWithCodes
 Table = Int[Array, "B X"]  # extent of each 64 pages of a row
-Fetched = tuple[Float[Array, "B K M p W"], ...]  # the planes of pages, padded to the width of the pool
+Values = Float[Array, "B K M p W"] | UInt[Array, "B K M p W"]
+Fetched = tuple[Values, ...]  # the planes of pages, padded to the width of the pool; codes are bytes
 
 
 @jax.tree_util.register_dataclass
@@ -45,7 +57,7 @@ class PoolLayer:
         plane: the only plane to read; None: all planes.
     """
 
-    pages: jax.Array  # uint[E, L, 64, K, planes, rows, W], pinned_host
+    pool: jax.Array | PagesWithCodes  # uint[E, L, 64, K, planes, rows, W], pinned_host
     extents: jax.Array  # i32[B, X], extent of each 64 pages of a row
     ended: jax.Array | None  # bool[B], rows that have ended; None: every row is read
     layer: int | jax.Array  # a traced index where one program serves all layers
@@ -53,6 +65,16 @@ class PoolLayer:
     dtype: str = field(metadata=dict(static=True))
     single_slots: bool = field(default=False, metadata=dict(static=True))
     plane: int | None = field(default=None, metadata=dict(static=True))
+
+    @property
+    def pages(self) -> jax.Array:
+        """The pages of all layers, without their codes."""
+        return without_codes(self.pool)
+
+    @property
+    def codes(self) -> PoolLayer:
+        """The codes of the layer's pages, as pages of one plane and one slot that are bytes."""
+        return replace(self, pool=self.pool.codes, dtype=BYTES, single_slots=False, plane=None)
 
     def fetch(self, page_ids: Int[Array, "B K M"]) -> Fetched:
         """Returns the pages `page_ids` on the device, plane by plane."""
@@ -156,8 +178,10 @@ class PoolLayer:
         table, rows = self._table(page_ids)
         return (table, rows) if self.plane is None else (table.reshape(-1, 1, height, width), rows * planes + plane)
 
-    def run(self, first: Int[Array, ""], count: int) -> Float[Array, "{count} B K planes p W"]:
-        """Returns the `count` pages from page `first` on, of every row and KV head, on the device."""
+    def run(self, first: Int[Array, ""], count: int) -> jax.Array | PagesWithCodes:
+        """Returns the `count` pages [count, B, K, planes, p, W] from page `first` on, with their codes, on the device."""
+        if isinstance(self.pool, PagesWithCodes):
+            return PagesWithCodes(replace(self, pool=self.pages).run(first, count), self.codes.run(first, count))
         ids = first + jnp.arange(count, dtype=jnp.int32)
         planes = self.fetch(jnp.broadcast_to(ids[None, None], (len(self.extents), self.pages.shape[3], count)))
         return jnp.stack(planes, axis=3).transpose(2, 0, 1, 3, 4, 5)
@@ -175,30 +199,31 @@ class PoolLayer:
         return self.pages.reshape(-1, *self.pages.shape[4:]), rows.reshape(-1)
 
 
-def allocate(shape: tuple[int, ...], dtype: str, *, limit: int | None = None) -> Pool:
+def allocate(shape: tuple[int, ...], dtype: str, codes: int = 0, *, limit: int | None = None) -> Pool:
     """Returns an empty pool of `shape` [E, L, 64, K, planes, rows, W] for pages of `dtype`: the model's, or "int8".
 
     Args:
+        codes: bytes of a page's codes; 0: none are kept.
         limit: the most bytes of host memory to take; None: all free memory.
 
     Raises:
         InputError: the machine has too little free memory, or XLA may not pin that much.
     """
-    bits, platform = bits_dtype(dtype), devices.platform()
+    arrays, platform = pool_shapes(shape, dtype, codes), devices.platform()
     if platform == "gpu":
-        shape = _addressable(shape, bits)
+        arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(_addressable(x.shape, x.dtype), x.dtype), arrays)
     advice = (
         "use a shorter prompt, fewer new tokens, a smaller batch (in a session a smaller context length), a 16-bit --dtype "
         "or (clustered caches, not on TPU) --cache-option page_dtype=int8"
     )
-    devices.check_room("the cache needs", int(np.prod(shape)) * bits.itemsize, advice=advice, limit=limit)
+    devices.check_room("the cache needs", pool_bytes(arrays), advice=advice, limit=limit)
     if platform == "cpu":  # later programs cannot write in place to an array over NumPy's memory
-        return _zeros(shape, bits)()
-    return jax.device_put(np.zeros(shape, bits), devices.host_sharding())
+        return jax.tree.map(lambda x: _zeros(x.shape, x.dtype)(), arrays)
+    return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), devices.host_sharding()), arrays)
 
 
 @functools.lru_cache(maxsize=16)  # a function made anew would be compiled anew
-def _zeros(shape: tuple[int, ...], bits: np.dtype) -> Callable[[], Pool]:
+def _zeros(shape: tuple[int, ...], bits: np.dtype) -> Callable[[], jax.Array]:
     return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), devices.HOST), out_shardings=devices.host_sharding())
 
 
@@ -217,14 +242,14 @@ def _addressable(shape: tuple[int, ...], bits: np.dtype) -> tuple[int, ...]:
 @functools.partial(jax.jit, static_argnames="together", donate_argnums=0)
 def write_pages(
     pool: Pool,
-    pages: Float[Array, "M l B K planes p W"],
+    pages: NewPages,
     table: Table,
     first: Int[Array, ""] | int,
     layer: Int[Array, ""] | int = 0,
     *,
     together: int = 1,
 ) -> Pool:
-    """Returns the pool with M new pages of every row, from page `first` on, for the l layers from `layer` on.
+    """Returns the pool with M new pages of every row, and their codes, from page `first` on, for the l layers from `layer` on.
 
     Donates `pool`. Writes contiguous pieces one after another: XLA:TPU writes to a part of host memory in one dimension only.
 
@@ -232,29 +257,42 @@ def write_pages(
         table: the extents of each row.
         together: pages of a piece; divides `first`, M and 64.
     """
-    count, layers, batch = pages.shape[:3]
-    bits = encode_pages(pages, pool.dtype)
 
-    def write(i: jax.Array, flat: jax.Array) -> jax.Array:
-        start, row = i // (layers * batch) * together, i % batch
-        number, page = i // batch % layers, first + start
-        place = (table[row, page // EXTENT] * pool.shape[1] + layer + number) * EXTENT + page % EXTENT
-        piece = lax.dynamic_slice(bits, (start, number, row, *(0,) * (bits.ndim - 3)), (together, 1, 1, *bits.shape[3:]))
-        piece = jax.device_put(piece.reshape(together, *bits.shape[3:]), devices.HOST)
-        return lax.dynamic_update_slice_in_dim(flat, piece, place, axis=0)
+    def written(pool: jax.Array, pages: jax.Array) -> jax.Array:
+        count, layers, batch = pages.shape[:3]
+        bits = encode_pages(pages, pool.dtype)
 
-    return lax.fori_loop(0, count // together * layers * batch, write, pool.reshape(-1, *pool.shape[3:])).reshape(pool.shape)
+        def write(i: jax.Array, flat: jax.Array) -> jax.Array:
+            start, row = i // (layers * batch) * together, i % batch
+            number, page = i // batch % layers, first + start
+            place = (table[row, page // EXTENT] * pool.shape[1] + layer + number) * EXTENT + page % EXTENT
+            piece = lax.dynamic_slice(bits, (start, number, row, *(0,) * (bits.ndim - 3)), (together, 1, 1, *bits.shape[3:]))
+            piece = jax.device_put(piece.reshape(together, *bits.shape[3:]), devices.HOST)
+            return lax.dynamic_update_slice_in_dim(flat, piece, place, axis=0)
+
+        flat = pool.reshape(-1, *pool.shape[3:])
+        return lax.fori_loop(0, count // together * layers * batch, write, flat).reshape(pool.shape)
+
+    return jax.tree.map(written, pool, pages)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def write_extent(pool: Pool, bits: UInt[Array, "L 64 K planes rows W"], extent: Int[Array, ""]) -> Pool:
+def write_extent(pool: Pool, bits: Extent, extent: Int[Array, ""]) -> Pool:
     """Returns the pool with the bit patterns `bits` in one extent; donates `pool`."""
-    return lax.dynamic_update_slice_in_dim(pool, jax.device_put(bits[None], devices.HOST), extent, axis=0)
+
+    def written(pool: jax.Array, bits: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(pool, jax.device_put(bits[None], devices.HOST), extent, axis=0)
+
+    return jax.tree.map(written, pool, bits)
 
 
 @jax.jit
-def read_extent(pool: Pool, extent: Int[Array, ""]) -> UInt[Array, "L 64 K planes rows W"]:
+def read_extent(pool: Pool, extent: Int[Array, ""]) -> Extent:
     """Returns the bit patterns of one extent, on the device."""
     zero = jax.device_put(jnp.int32(0), devices.HOST)
-    start = (jax.device_put(extent, devices.HOST), *(zero,) * (pool.ndim - 1))
-    return jax.device_put(lax.dynamic_slice(pool, start, (1, *pool.shape[1:])), devices.DEVICE)[0]
+
+    def read(pool: jax.Array) -> jax.Array:
+        start = (jax.device_put(extent, devices.HOST), *(zero,) * (pool.ndim - 1))
+        return jax.device_put(lax.dynamic_slice(pool, start, (1, *pool.shape[1:])), devices.DEVICE)[0]
+
+    return jax.tree.map(read, pool)

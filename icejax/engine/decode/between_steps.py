@@ -13,11 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from icejax.cache.pool.host_pool import NewPages, Pool
+from icejax.cache.pool.page_format import without_codes
 from icejax.cache.protocol import KVCache, View
 from icejax.engine.plan import Plan
 
 
-def _flushed_pages(cache: KVCache, plan: Plan) -> list[tuple[jax.Array, Any]]:
+def _flushed_pages(cache: KVCache, plan: Plan) -> list[tuple[Any, Any]]:
     """Returns the result of `flush` for every pooled layer.
 
     Layers with equal policies and shapes run in one call, as rows of it: 3 such layers of 2 rows are 6 rows.
@@ -47,9 +49,9 @@ def between_steps(plan: Plan):
     """
 
     @jax.jit
-    def flush(cache: KVCache) -> tuple[jax.Array, list, jax.Array]:
+    def flush(cache: KVCache) -> tuple[NewPages, list, jax.Array]:
         pages, updates = zip(*_flushed_pages(cache, plan), strict=True)
-        return jnp.stack(pages)[None], list(updates), cache.lengths.next_page
+        return jax.tree.map(lambda *x: jnp.stack(x)[None], *pages), list(updates), cache.lengths.next_page
 
     @functools.partial(jax.jit, donate_argnums=0)
     def flushed(cache: KVCache, updates: list) -> KVCache:
@@ -62,17 +64,17 @@ def between_steps(plan: Plan):
         return KVCache(tuple(states), dataclasses.replace(cache.lengths, next_page=next_page), cache.table)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def compact(cache: KVCache, pool: jax.Array) -> tuple[KVCache, jax.Array, jax.Array]:
+    def compact(cache: KVCache, pool: Pool) -> tuple[KVCache, NewPages, jax.Array]:
         states, packed, shared = list(cache.layers), [], None
         count = plan.compact_every // plan.page_size
         # Where the ring has just wrapped, the newest pages are the last ones of the pool.
         end = jnp.where(cache.lengths.next_page == plan.prompt_pages, plan.pool.pages, cache.lengths.next_page)
         first, lengths = end - count, dataclasses.replace(cache.lengths, next_page=end)
         for i in plan.pooled:
-            newest = plan.pages(i, pool, cache.table).run(first, count)
+            newest = plan.pages(i, without_codes(pool), cache.table).run(first, count)
             outcome = plan.policies[i].compact(states[i], newest, View(lengths, shared=shared))
             states[i], shared = outcome.state, outcome.shared or shared
             packed.append(outcome.pages)
-        return KVCache(tuple(states), cache.lengths, cache.table), jnp.stack(packed, axis=1), first
+        return KVCache(tuple(states), cache.lengths, cache.table), jax.tree.map(lambda *x: jnp.stack(x, axis=1), *packed), first
 
     return flush, flushed, compact

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from icejax.cache.pool.host_pool import Pool
+from icejax.cache.pool.page_format import pool_bytes
 from icejax.cache.protocol import CachePolicy, KVCache
 from icejax.cache.registry import display_name
 from icejax.checks.errors import InputError
@@ -37,7 +39,7 @@ class Run:
     decoding: DecodePrograms
     state: DecodeState
     step: Step
-    pool: jax.Array | None
+    pool: Pool | None
     watch: Callable[[DecodeState], None] | None = None
     fed: Step | None = None
     renewing: bool = False
@@ -72,7 +74,7 @@ class Run:
     @property
     def interrupted(self) -> bool:
         """Whether a step or a text was interrupted: the old arrays were donated, and no new ones came back."""
-        return any(x.is_deleted() for x in (*jax.tree.leaves(self.state), self.pool) if x is not None)
+        return any(x.is_deleted() for x in jax.tree.leaves((self.state, self.pool)))
 
     @property
     def seen(self) -> int:
@@ -99,7 +101,7 @@ class Run:
         return [] if token == NOT_FINITE else [token]
 
 
-def resumed_run(model: CausalLM, plan: Plan, cache: KVCache, pool: jax.Array | None) -> Run:
+def resumed_run(model: CausalLM, plan: Plan, cache: KVCache, pool: Pool | None) -> Run:
     """Returns the run of one row from a saved cache, for `extend` to add text to."""
     zeros = jnp.zeros(1, jnp.int32)
     state = DecodeState(cache, zeros, zeros > 0, row_keys([(0, 0)]), jnp.copy(zeros))
@@ -132,7 +134,7 @@ def run_constants(run: Run, cache: CachePolicy) -> RunConstants:
         budget=cache.budget,
         device_kv_bytes=(device_bytes - digest_bytes) // batch,
         digest_bytes=digest_bytes // batch,
-        host_kv_bytes=run.pool.nbytes // batch if run.pool is not None else 0,
+        host_kv_bytes=pool_bytes(run.pool) // batch,
         fetch_backend=plan.fetch_backend if run.pool is not None else None,
         device=devices.device_name(),
         dtype=model.dtype,

@@ -23,6 +23,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from icejax.cache.pool import host_pool
+from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import CachePolicy, KVCache
 from icejax.engine.decode.between_steps import between_steps
 from icejax.engine.decode.counters import MILLION, NOT_FINITE, pack
@@ -119,7 +120,7 @@ class DecodePrograms:
         """Takes the model's weights as they are now: a prefill moves experts from the host to the device."""
         self.programs = (StepParts if self.plan.by_layers else WholeStep).of(self.model, self.plan)
 
-    def step(self, state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step, jax.Array | None]:
+    def step(self, state: DecodeState, pool: Pool | None) -> tuple[DecodeState, Step, Pool | None]:
         """Puts `last_tokens` into the cache and chooses the next tokens; returns the state, the step's results and the pool.
 
         Donates `state`, and also `pool` after steps that flush a window page to it.
@@ -177,7 +178,7 @@ class StepParts(NamedTuple):
         ends, tree = jax.tree.flatten(model.ends)
         return cls(layers, ends, *end_programs(tree, plan))
 
-    def run(self, state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step]:
+    def run(self, state: DecodeState, pool: Pool | None) -> tuple[DecodeState, Step]:
         """Returns the state after a step, and the step's results. Donates `state`."""
         cache, x = state.cache, self.begin(self.ends, state.last_tokens)
         before, shared, states, counts = None, None, [], []
@@ -242,7 +243,7 @@ class WholeStep(NamedTuple):
         leaves, tree = jax.tree.flatten(state)
         return cls(step_program(graph, tree, plan), leaves)
 
-    def run(self, state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step]:
+    def run(self, state: DecodeState, pool: Pool | None) -> tuple[DecodeState, Step]:
         """Returns the state after a step, and the step's results. Donates `state`."""
         return self.program(self.leaves, state, pool)
 
@@ -255,7 +256,7 @@ def step_program(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan)
     @functools.partial(
         jax.jit, donate_argnums=1, keep_unused=True, compiler_options=compiler_options.OPTIONS.get(plan.platform)
     )
-    def step(leaves: list[jax.Array], state: DecodeState, pool: jax.Array | None) -> tuple[DecodeState, Step]:
+    def step(leaves: list[jax.Array], state: DecodeState, pool: Pool | None) -> tuple[DecodeState, Step]:
         return StepParts.of(nnx.merge(graph, jax.tree.unflatten(tree, leaves)), plan).run(state, pool)
 
     return step

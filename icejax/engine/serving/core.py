@@ -157,7 +157,7 @@ class Core:
             has_scratch = sizes.places > 1 or sizes.joins  # where rows that have ended write; a single row needs none
             count = sum(int(self.plan.extents(prompt).sum()) for prompt in sizes.prompts) + has_scratch
             count += prefix_extents
-            self.pool = host_pool.allocate(self.plan.pool_shape(count), self.plan.pool_dtype, limit=host_memory_limit)
+            self.pool = host_pool.allocate(*self.plan.pool_sizes(count), limit=host_memory_limit)
             extents = Extents(count, nobodys=has_scratch)
         self._prefix_cache = None
         if prefix_bytes:

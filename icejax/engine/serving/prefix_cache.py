@@ -8,16 +8,15 @@ own.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from icejax.cache.pool.extents import SCRATCH_EXTENT, Extents, extents_for, row_extents
-from icejax.cache.pool.host_pool import EXTENT
+from icejax.cache.pool.host_pool import EXTENT, Pool
+from icejax.cache.pool.page_format import pool_bytes, pool_shapes
 from icejax.engine.batch import pages_used
 from icejax.engine.buckets import bucket
 from icejax.engine.decode.step import DecodeState
@@ -36,7 +35,7 @@ def divided(plan: Plan, memory: int) -> tuple[int, int]:
     """Returns how bytes of host memory for cached prefixes are divided: extents of the pool, and bytes of other arrays."""
     if not plan.pooled:
         return 0, memory
-    extent = math.prod(plan.pool_shape(1)) * jnp.dtype(plan.pool_dtype).itemsize
+    extent = pool_bytes(pool_shapes(*plan.pool_sizes(1)))
     return int(memory * POOL_SHARE) // extent, int(memory * (1 - POOL_SHARE))
 
 
@@ -125,7 +124,7 @@ class PrefixCache:
         self.prefixes.add(entry)
         return entry
 
-    def to_disk(self, entry: Entry, pool: Callable[[], jax.Array | None]) -> Iterator[None]:
+    def to_disk(self, entry: Entry, pool: Callable[[], Pool | None]) -> Iterator[None]:
         """Writes an entry to the folder, if two prompts have gone on behind it; stops between two arrays.
 
         Args:

@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from icejax.cache.pool.host_pool import Pool
 from icejax.checks import json_file
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import POSITIONS
@@ -111,7 +112,7 @@ class PrefixFolder:
                 return max(stored, key=lambda x: x.length)
         return None
 
-    def write(self, entry: Entry, pool: Callable[[], jax.Array | None]) -> Iterator[None]:
+    def write(self, entry: Entry, pool: Callable[[], Pool | None]) -> Iterator[None]:
         """Writes an entry, unless it is there; stops between two arrays. An error of the disk is logged.
 
         Args:
@@ -136,8 +137,9 @@ class PrefixFolder:
                     yield
                 if entry.table is not None:
                     for (name, count), extent in zip(saved_extents(entry.pages), entry.table, strict=False):
-                        writer.write(name, pages_out(pool(), extent, count))
-                        yield
+                        for piece, pages in pages_out(pool(), extent, name, count):
+                            writer.write(piece, pages)
+                            yield
             os.replace(part, path.with_suffix(ARRAYS))
             fields = dict(version=VERSION, key=entry.key.hex(), length=entry.length, pages=entry.pages, arrays=writer.described)
             with new_file(part) as file:

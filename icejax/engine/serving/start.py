@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from icejax.cache.pool import host_pool
+from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.checks.errors import InputError
 from icejax.engine.batch import pages_used
@@ -75,7 +76,7 @@ class RowStart:
         self._model, self._plan, self._tokens, self._route, self._table = model, plan, tokens, route, table
         self._sampling, self._draw, self._in_units = sampling, draw, in_units
         self._prefixes, self._salt, self._progress, self.cached = prefixes, salt, progress, 0
-        self._pool: jax.Array | None = None
+        self._pool: Pool | None = None
         self._result: tuple[DecodeState, Step] | None = None
         self._pieces = self._run()
         next(self._pieces)  # stops before the first piece
@@ -85,7 +86,7 @@ class RowStart:
         """Whether all pieces have run."""
         return self._result is not None
 
-    def advance(self, pool: jax.Array | None) -> jax.Array | None:
+    def advance(self, pool: Pool | None) -> Pool | None:
         """Runs the next piece and returns the pool, which it may donate."""
         self._pool = pool
         next(self._pieces, None)
@@ -159,7 +160,7 @@ class RowStart:
                     yield
                 if self._table is not None:
                     for (name, _), extent in zip(saved_extents(stored.pages), self._table, strict=False):
-                        self._pool = pages_in(self._pool, extent, arrays.read(name))
+                        self._pool = pages_in(self._pool, extent, name, arrays.read)
                         yield
         except (InputError, OSError) as error:
             folder.forget(stored, error)

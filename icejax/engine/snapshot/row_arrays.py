@@ -1,9 +1,13 @@
 """The arrays of a row's cache in a file: their names, dtypes and shapes, and the pages of the pool extent by extent.
 
-Example: a row with 150 pages is saved as `pool.0` with 64 pages, `pool.1` with 64 and `pool.2` with 22.
+Example: a row with 150 pages is saved as `pool.0` with 64 pages, `pool.1` with 64 and `pool.2` with 22. If the cache has codes
+of its pages, `pool.0.codes`, `pool.1.codes` and `pool.2.codes` stand beside them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +15,8 @@ import numpy as np
 
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import extents_for
-from icejax.cache.pool.page_format import bits_dtype
+from icejax.cache.pool.host_pool import Pool
+from icejax.cache.pool.page_format import pool_shapes
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.engine.plan import Plan
 from icejax.engine.snapshot.array_names import named_arrays
@@ -39,8 +44,9 @@ def pool_kinds(plan: Plan, pages: int) -> Kinds:
     """Returns dtype and shape, by name, of the arrays that hold a row's first `pages` pages."""
     if not plan.pooled:
         return {}
-    shape, bits = plan.pool_shape(1), str(bits_dtype(plan.pool_dtype))
-    return {name: (bits, (shape[1], count, *shape[3:])) for name, count in saved_extents(pages)}
+    shapes = pool_shapes(*plan.pool_sizes(1))
+    arrays = [(count, *named) for extent, count in saved_extents(pages) for named in _named(extent, shapes)]
+    return {name: (str(x.dtype), (x.shape[1], count, *x.shape[3:])) for count, name, x in arrays}
 
 
 def saved_extents(pages: int) -> list[tuple[str, int]]:
@@ -48,13 +54,28 @@ def saved_extents(pages: int) -> list[tuple[str, int]]:
     return [(f"pool.{i}", min(host_pool.EXTENT, pages - i * host_pool.EXTENT)) for i in range(extents_for(pages))]
 
 
-def pages_out(pool: jax.Array, extent: int, count: int) -> np.ndarray:
-    """Returns the bits of the first `count` pages of an extent."""
-    return np.asarray(host_pool.read_extent(pool, jnp.int32(extent)))[:, :count]
+def _named(name: str, arrays: Any) -> list[tuple[str, Any]]:
+    """Returns pages, and their codes if there are any, by the names under which an extent `name` is saved."""
+    return list(zip((name, f"{name}.codes"), jax.tree.leaves(arrays), strict=False))
 
 
-def pages_in(pool: jax.Array, extent: int, pages: np.ndarray) -> jax.Array:
-    """Returns the pool, which it donates, with the bits of the first pages of an extent."""
-    bits = np.zeros(pool.shape[1:], pool.dtype)
-    bits[:, : pages.shape[1]] = pages
-    return host_pool.write_extent(pool, bits, jnp.int32(extent))
+def pages_out(pool: Pool, extent: int | np.integer, name: str, count: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields name and bits of each array with the first `count` pages of an extent that is saved as `name`."""
+    for part, bits in _named(name, host_pool.read_extent(pool, jnp.int32(extent))):
+        yield part, np.asarray(bits)[:, :count]
+
+
+def pages_in(pool: Pool, extent: int | np.integer, name: str, read: Callable[[str], np.ndarray]) -> Pool:
+    """Returns the pool, which it donates, with the first pages of an extent that is saved as `name`.
+
+    Args:
+        read: returns an array by its name.
+    """
+
+    def filled(part: str, x: jax.Array) -> np.ndarray:
+        bits, pages = np.zeros(x.shape[1:], x.dtype), read(part)
+        bits[:, : pages.shape[1]] = pages
+        return bits
+
+    arrays = [filled(*pair) for pair in _named(name, pool)]
+    return host_pool.write_extent(pool, jax.tree.unflatten(jax.tree.structure(pool), arrays), jnp.int32(extent))

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import Outcome, Shared
 from icejax.engine.decode.step import DecodeState, Step
 from icejax.engine.layers import embed
@@ -73,7 +74,7 @@ class PrefillJob:
         self._units = self._run()
         next(self._units)  # stops before the first unit
 
-    def advance(self, pool: jax.Array | None) -> jax.Array | None:
+    def advance(self, pool: Pool | None) -> Pool | None:
         """Runs the next unit to its end and returns the pool, which a unit that writes pages donates."""
         self._pool = pool
         results = next(self._units, None)
