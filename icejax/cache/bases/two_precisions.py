@@ -20,7 +20,7 @@ BITS = (2, 3, 4, 8)
 def tokens_by_codes(
     heads: Heads, near: Near, pages: CodedPages, tail: Attended | None = None, *, page_size: int, bits: int, wanted: int
 ) -> CodedTokens:
-    """Returns the best tokens of pages by their codes, and the attention to the pages' other tokens.
+    """Returns the best tokens of pages by their codes, and the attention to the pages' other tokens and to the tail.
 
     Args:
         near: keys, values and mask of sinks and window, which are attended exactly.
@@ -40,4 +40,5 @@ def tokens_by_codes(
         bits=bits,
         wanted=wanted,
         value_size=heads.v.shape[-1],
+        tail=tail,
     )

@@ -26,7 +26,7 @@ from icejax.cache.protocol import CachePolicy, Heads, Lengths, Report, View
 from icejax.cache.sizes import CacheSpec, PoolSpec
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import integer, one_of
-from icejax.ops.attention.dense import Attended, merge_by_lse
+from icejax.ops.attention.dense import Attended
 from icejax.ops.pages.code_bytes import PageBytes
 from icejax.ops.pages.digests import Score
 
@@ -201,7 +201,7 @@ class Clustered(DigestPages):
         attended, best, state = super().fetch_and_attend(state, heads, near, best, view)
         slot = pool.pages.shape[-3] * pool.pages.shape[-1] * pool.pages.dtype.itemsize
         fetched = state.fetched - (-fetched_pages * codes.shape[-1] // slot)  # codes count as so many slots, rounded up
-        return Attended(*merge_by_lse(*attended, *found.tail)), best, replace(state, fetched=fetched)
+        return attended, best, replace(state, fetched=fetched)
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Selection) -> tuple[Attended, Float[Array, "B K M p"]]:
         if not self.rerank or self.look:
