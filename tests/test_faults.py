@@ -123,7 +123,7 @@ FAULTS = (
     ("ops/pages/code_attention.py", "jnp.repeat(selected, p, axis=1) if whole", "jnp.tile(selected, p) if whole", "ops/test_code_attention.py::test_a_guess_chooses_tokens_or_pages[pages]"),
     ("ops/pages/code_attention.py", "lse = jnp.logaddexp(lse, tail.lse)", "pass", "ops/test_code_attention.py::test_the_tail_counts_in_the_rest"),
     ("ops/pages/code_attention.py", "range(0, pages, size)", "range(0, pages, pages)", "ops/test_code_attention.py::test_no_part_decodes_all_pages"),
-    ("cache/policies/clustered.py", "Attended(*merge_by_lse(*attended, *found.tail))", "attended", "cache/test_look.py::test_short_rows_and_late_ones_equal_the_reference[0]"),
+    ("cache/bases/two_precisions.py", "        tail=tail,\n", "", "cache/test_look.py::test_short_rows_and_late_ones_equal_the_reference[0]"),
     ("cache/bases/two_precisions.py", "jnp.logaddexp(outside, tail.lse)", "outside", "cache/test_look.py::test_200_steps_equal_the_reference[4]"),
     ("cache/bases/retrieval.py", "self._described(*parts), jax.tree.map(lambda x: x[:, :, 0], self.stored(*parts))", "self._described(*parts), jax.tree.map(lambda x: x[:, :, 0], self.stored(parts[0], ~parts[1]))", "cache/test_look.py::test_short_rows_and_late_ones_equal_the_reference[0]"),
     ("ops/pages/code_bytes.py", "jnp.where(count[..., None] > 0, data, 0)", "data", "cache/test_look.py::test_codes_come_back_from_their_bytes[4-(24,)]"),

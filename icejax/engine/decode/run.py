@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from icejax.cache.pool.host_pool import Pool
-from icejax.cache.pool.page_format import pool_bytes
+from icejax.cache.pool.page_format import PagesWithCodes, pool_bytes
 from icejax.cache.protocol import CachePolicy, KVCache
 from icejax.cache.registry import display_name
 from icejax.checks.errors import InputError
@@ -39,7 +39,7 @@ class Run:
     decoding: DecodePrograms
     state: DecodeState
     step: Step
-    pool: Pool | None
+    pool: jax.Array | PagesWithCodes | None
     watch: Callable[[DecodeState], None] | None = None
     fed: Step | None = None
     renewing: bool = False
