@@ -123,8 +123,10 @@ def _inner_size(model: _Source) -> int:
 
 def _scaling(model: _Source, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the scaling of RoPE, as `rope_parameters` names it; it may be in values, in tensors or in both."""
-    kind = model.text("rope.scaling.type", default="none")
+    kind = model.text("rope.scaling.type", default="linear")  # as in llama.cpp
     factor = model.number("rope.scaling.factor", least=0, default=None)
+    if factor is None:
+        factor = model.number("rope.scale_linear", least=0, default=None)  # the name of 2023
     original = model.whole("rope.scaling.original_context_length", default=None)
     strength = model.number("rope.scaling.attn_factor", default=None)
     long, short, divisors = (model.vector(name) for name in (LONG, SHORT, FREQUENCIES))
@@ -134,7 +136,7 @@ def _scaling(model: _Source, config: dict[str, Any]) -> dict[str, Any]:
     if divisors is not None:
         return _divided(model, divisors, config)
     if kind == "linear":
-        return dict(rope_type="linear", factor=factor or 1.0)
+        return dict(rope_type="default") if factor in (None, 0, 1) else dict(rope_type="linear", factor=factor)
     if kind == "yarn":
         return _yarn(model, factor, original, strength)
     if kind not in ("none", "longrope"):
@@ -246,7 +248,7 @@ def _pattern(model: _Source, config: dict[str, Any], period: int) -> dict[str, A
 
 
 def _tell_others(model: _Source) -> None:
-    """Logs the values of the architecture that were not read: llama.cpp does not read them for this architecture either."""
+    """Logs the names of the architecture's values that were not read."""
     prefix = f"{model.architecture}."
     names = {name.removeprefix(prefix) for name in model.fields.others() if name.startswith(prefix)} - {*IRRELEVANT}
     if names:

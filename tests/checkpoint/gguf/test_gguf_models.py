@@ -132,6 +132,24 @@ def test_what_a_file_leaves_out_has_llama_cpps_defaults(tmp_path):
     assert config["rms_norm_eps"] == 1e-6 and config["eos_token_id"] == 2
 
 
+LINEAR = dict(rope_type="linear", rope_theta=1e4, factor=4.0)
+SCALINGS = {
+    "factor": (dict(rope__scaling__factor=4.0), LINEAR),
+    "older name": (dict(rope__scale_linear=4.0), LINEAR),
+    "both names": (dict(rope__scaling__factor=4.0, rope__scale_linear=2.0), LINEAR),
+    "type and older name": (dict(rope__scaling__type="linear", rope__scale_linear=4.0), LINEAR),
+    "factor 0": (dict(rope__scaling__factor=0.0), dict(rope_type="default", rope_theta=1e4)),
+    "factor 1": (dict(rope__scaling__type="linear", rope__scaling__factor=1.0), dict(rope_type="default", rope_theta=1e4)),
+    "type none": (dict(rope__scaling__type="none", rope__scaling__factor=4.0), dict(rope_type="default", rope_theta=1e4)),
+}
+
+
+@pytest.mark.parametrize("case", SCALINGS)
+def test_scaling_without_a_type_is_linear(tmp_path, case):
+    changes, expected = SCALINGS[case]
+    assert config_of(written(tmp_path, **changes))["rope_parameters"] == expected
+
+
 MISSING = (
     "context_length embedding_length block_count feed_forward_length attention.head_count attention.layer_norm_rms_epsilon"
 ).split()
