@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from icejax.checkpoint.gguf.metadata import Tensor
+from icejax.checkpoint.gguf.vocabulary import NO_TOKEN, PREFIX
 from icejax.checks.errors import InputError, listed, quoted
 from icejax.models.hf.fields import Fields
 
@@ -50,6 +51,11 @@ class _Source:
 
     def number(self, name: str, *, least: float = 1e-30, most: float = 1e30, default: Any = ...) -> Any:
         return self.fields.number(f"{self.architecture}.{name}", least=least, most=most, default=default)
+
+    def token(self, role: str) -> int | None:
+        """Returns the id of a special token; None: the file names no such token."""
+        token = self.fields.whole(f"{PREFIX}{role}_token_id", least=-1, most=2**32 - 1, default=None)
+        return None if token in NO_TOKEN else token
 
     def text(self, name: str, *, default: Any = ...) -> Any:
         return self.fields.take(f"{self.architecture}.{name}", str, default=default)
@@ -94,8 +100,8 @@ def raw_config(values: dict[str, Any], tensors: Mapping[str, Tensor], *, read: R
         rms_norm_eps=model.number("attention.layer_norm_rms_epsilon"),
         tie_word_embeddings=HEAD not in tensors,
         dtype="float32" if all(tensor.type == "F32" for tensor in tensors.values()) else "bfloat16",
-        eos_token_id=model.fields.whole("tokenizer.ggml.eos_token_id", least=0, default=None),
-        bos_token_id=model.fields.whole("tokenizer.ggml.bos_token_id", least=0, default=None),
+        eos_token_id=model.token("eos"),
+        bos_token_id=model.token("bos"),
     )
     theta = model.number("rope.freq_base", default=1e4)
     config["rope_parameters"] = {"rope_theta": theta} | _scaling(model, config)

@@ -11,6 +11,8 @@ import torch
 from icejax.cache.registry import Full
 from icejax.checkpoint import load_model
 from icejax.checkpoint.folder import resolve
+from icejax.checkpoint.gguf.config import raw_config
+from icejax.checkpoint.gguf.parts import read_model
 from icejax.checks.errors import InputError
 from icejax.commands import convert
 from tests import tolerances
@@ -148,6 +150,21 @@ SCALINGS = {
 def test_scaling_without_a_type_is_linear(tmp_path, case):
     changes, expected = SCALINGS[case]
     assert config_of(written(tmp_path, **changes))["rope_parameters"] == expected
+
+
+@pytest.mark.parametrize("role", ["eos", "bos"])
+@pytest.mark.parametrize("token, expected", [(-1, None), (2**32 - 1, None), (None, None), (3, 3)])
+def test_a_token_that_a_file_denies_is_none(tmp_path, role, token, expected):
+    model = read_model(written(tmp_path))
+    values = model.values | {f"tokenizer.ggml.{role}_token_id": token}
+    assert raw_config(values, model.tensors, read=None, source="x")[f"{role}_token_id"] == expected
+    with pytest.raises(InputError, match=f"'tokenizer.ggml.{role}_token_id' must be at least -1, got -2"):
+        raw_config(values | {f"tokenizer.ggml.{role}_token_id": -2}, model.tensors, read=None, source="x")
+
+
+def test_a_file_whose_end_token_is_denied_loads(tmp_path):
+    file = written(tmp_path, vocabulary={"tokenizer.ggml.eos_token_id": 2**32 - 1})
+    assert load_model(file).config.eos_token_ids == ()
 
 
 MISSING = (
