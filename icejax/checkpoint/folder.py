@@ -53,13 +53,15 @@ def resolve(model: str | Path, *, revision: str | None = None) -> Path:
                 raise InputError(f"{folder} is empty: expected a Hugging Face or icejax checkpoint folder")
             return _whole(folder) if folder.is_dir() else _of_file(folder)
         hub_file = HUB_FILE.fullmatch(str(model))
-        if folder.exists() or not (hub_file or HUB_ID.fullmatch(str(model))):
+        is_file_name = hub_file is None and str(model).lower().endswith(".gguf")
+        if folder.exists() or is_file_name or not (hub_file or HUB_ID.fullmatch(str(model))):
+            kind = "file" if is_file_name else "folder"
             raise InputError(
-                f"{model}: expected a checkpoint folder, a GGUF file or a hub id such as org/name, found no such folder"
+                f"{model}: expected a checkpoint folder, a GGUF file or a hub id such as org/name, found no such {kind}"
             )
     if hub_file is not None:
         return _of_hub_file(*hub_file.groups(), revision)
-    if str(model).lower().endswith("gguf"):
+    if str(model).lower().endswith("-gguf"):
         raise InputError(f"{model} holds GGUF files by its name: name one of them behind it, as {model}:FILE.gguf")
     return _whole(_snapshot(str(model), revision, [*COMPANIONS, ADAPTER, "model*.safetensors", "*.index.json"]))
 
