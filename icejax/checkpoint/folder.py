@@ -99,7 +99,9 @@ def _whole(folder: Path) -> Path:
                 "merge_and_unload, and give the folder of the result"
             )
         LOG.warning("%s: the LoRA adapter (%s) is not used", folder, ADAPTER)
-    if any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")) and not (folder / ORBAX).exists():
+    if any(file.name.lower().endswith(".gguf") for file in folder.iterdir()) and not (
+        any(folder.glob("*.safetensors")) or (folder / ORBAX).exists()
+    ):
         from icejax.checkpoint.gguf.parts import one_in
 
         if (file := one_in(folder)) is not None:

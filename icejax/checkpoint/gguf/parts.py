@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from icejax.checkpoint.gguf.metadata import Tensor, read_header
 from icejax.checks.errors import InputError, listed, quoted
 
-PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.((?i:gguf))", re.DOTALL)
 MOST_PARTS = 1000
 PROJECTOR = "mmproj"  # begins the name of a file with the image part of a model
 
@@ -44,7 +44,7 @@ def part_names(name: str) -> list[str]:
     stem, number, count = match[1], int(match[2]), int(match[3])
     if not 0 < number <= count <= MOST_PARTS:
         raise InputError(f"{quoted(name)}: expected a part's number up to the number of parts, and at most {MOST_PARTS} parts")
-    return [f"{stem}-{i + 1:05}-of-{count:05}.gguf" for i in range(count)]
+    return [f"{stem}-{i + 1:05}-of-{count:05}.{match[4]}" for i in range(count)]
 
 
 def one_in(folder: Path) -> Path | None:

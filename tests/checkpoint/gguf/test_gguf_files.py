@@ -248,6 +248,17 @@ def test_a_split_set_is_one_model(parts):
     np.testing.assert_array_equal(layer.mlp.up_proj.weight[...], expected.detach().numpy())
 
 
+def test_endings_in_capital_letters_are_gguf(small, parts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("capitals")
+    shutil.copyfile(small, folder / "M.GGUF")
+    assert resolve(folder) == resolve(folder / "M.GGUF")
+    capitals = [name.replace(".gguf", ".GGUF") for name in SPLIT]
+    for name, new_name in zip(SPLIT, capitals, strict=True):
+        os.rename(parts / name, parts / new_name)
+    assert resolve(parts) == resolve(parts / capitals[1])
+    assert "of" not in resolve(parts).name
+
+
 def test_a_part_that_is_missing_is_named(parts):
     (parts / SPLIT[1]).unlink()
     with pytest.raises(InputError, match=rf"1 of its 3 parts are missing \({SPLIT[1]}\): fetch them"):
