@@ -91,22 +91,29 @@ def _of_hub_file(hub_id: str, name: str, revision: str | None) -> Path:
 
 def _whole(folder: Path) -> Path:
     """Returns a folder, or the one made of the GGUF file in it; InputError if it holds a LoRA adapter alone."""
-    if (folder / ADAPTER).is_file() and not (folder / ORBAX).exists():
-        base = read(folder / ADAPTER).get("base_model_name_or_path")
-        if not any(file for file in folder.glob("*.safetensors") if not file.name.startswith("adapter")):
+    if (folder / ORBAX).exists():
+        return folder
+    file = None
+    if not any(weights for weights in folder.glob("*.safetensors") if not weights.name.startswith("adapter")):
+        file = _gguf_model(folder)
+        if file is None and (folder / ADAPTER).is_file():
+            base = read(folder / ADAPTER).get("base_model_name_or_path")
             raise InputError(
                 f"{folder} is a LoRA adapter of {quoted(base)}, not a model: merge it into that model by peft's "
                 "merge_and_unload, and give the folder of the result"
             )
+    if (folder / ADAPTER).is_file():
         LOG.warning("%s: the LoRA adapter (%s) is not used", folder, ADAPTER)
-    if any(file.name.lower().endswith(".gguf") for file in folder.iterdir()) and not (
-        any(folder.glob("*.safetensors")) or (folder / ORBAX).exists()
-    ):
-        from icejax.checkpoint.gguf.parts import one_in
+    return folder if file is None else _of_file(file)
 
-        if (file := one_in(folder)) is not None:
-            return _of_file(file)
-    return folder
+
+def _gguf_model(folder: Path) -> Path | None:
+    """Returns the first file of the GGUF model in a folder; None: it has none."""
+    if not any(file.name.lower().endswith(".gguf") for file in folder.iterdir()):
+        return None
+    from icejax.checkpoint.gguf.parts import one_in  # imports the gguf package
+
+    return one_in(folder)
 
 
 def _snapshot(hub_id: str, revision: str | None, patterns: list[str]) -> Path:

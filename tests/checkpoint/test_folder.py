@@ -57,7 +57,9 @@ def test_a_revision_that_cannot_be_is_told(monkeypatch, tmp_path):
         resolve("org/name", revision="v1")
 
 
-@pytest.mark.parametrize("model", ["nosuch.gguf", "models/nosuch.gguf", "models/NOSUCH.GGUF", "/a/b/nosuch.gguf", "org/a/b.gguf"])
+@pytest.mark.parametrize(
+    "model", ["nosuch.gguf", "models/nosuch.gguf", "models/NOSUCH.GGUF", "/a/b/nosuch.gguf", "org/a/b.gguf"]
+)
 def test_a_gguf_file_that_does_not_exist_is_told(model):
     with pytest.raises(InputError) as told:
         resolve(model)

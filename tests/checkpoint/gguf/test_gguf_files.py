@@ -289,6 +289,36 @@ def test_a_folder_with_one_gguf_model_is_that_model(small, tmp_path):
         resolve(tmp_path)
 
 
+def test_files_beside_a_gguf_model_are_no_models(small, tmp_path):
+    shutil.copyfile(small, tmp_path / "small.gguf")
+    for name in ("._small.gguf", "small-mmproj-f16.gguf", "MMPROJ.gguf", "small-imatrix.gguf"):
+        (tmp_path / name).write_bytes(b"no GGUF")
+    (tmp_path / "other.gguf").mkdir()
+    assert resolve(tmp_path) == resolve(tmp_path / "small.gguf")
+
+
+def test_a_lone_model_may_be_named_after_its_imatrix(small, tmp_path):
+    shutil.copyfile(small, tmp_path / "small-imatrix-Q4_0.gguf")
+    assert resolve(tmp_path) == resolve(tmp_path / "small-imatrix-Q4_0.gguf")
+
+
+def test_a_folder_with_an_image_part_alone_says_so(tmp_path):
+    (tmp_path / "mmproj-small.gguf").write_bytes(b"GGUF")
+    with pytest.raises(InputError) as told:
+        resolve(tmp_path)
+    assert str(told.value) == (
+        f"{tmp_path} holds a model's image part alone (mmproj-small.gguf): add the language model's GGUF file"
+    )
+
+
+def test_a_gguf_model_beside_a_lora_is_read(small, tmp_path, caplog):
+    shutil.copyfile(small, tmp_path / "small.gguf")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    assert resolve(tmp_path) == resolve(tmp_path / "small.gguf")
+    assert f"{tmp_path}: the LoRA adapter (adapter_config.json) is not used" in caplog.messages
+
+
 def test_safetensors_in_a_folder_come_before_gguf(small, tmp_path):
     families.save(families.build(families.row("llama-gqa")), tmp_path)
     shutil.copyfile(small, tmp_path / "small.gguf")
