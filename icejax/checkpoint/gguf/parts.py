@@ -60,9 +60,7 @@ def one_in(folder: Path) -> Path | None:
     names = sorted(file.name for file in files if not file.name.startswith("."))
     models = [name for name in names if PROJECTOR not in name.lower()]
     if names and not models:
-        raise InputError(
-            f"{folder} holds the image part of a model alone ({listed(names)}): add the language model's GGUF file"
-        )
+        raise InputError(f"{folder} holds a model's image part alone ({listed(names)}): add the language model's GGUF file")
     models = [name for name in models if STATISTICS not in name.lower()] or models
     firsts = sorted({part_names(name)[0] for name in models})
     if len(firsts) > 1:

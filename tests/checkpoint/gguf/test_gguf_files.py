@@ -377,6 +377,17 @@ def test_a_gguf_file_that_is_gone_is_told(small, tmp_path):
         load_model(folder)
 
 
+def test_a_gguf_file_that_goes_while_it_is_read_is_told(small, tmp_path):
+    shutil.copyfile(small, tmp_path / "small.gguf")
+    tensor = read_header(tmp_path / "small.gguf").tensors["output.weight"]
+    (tmp_path / "small.gguf").write_bytes(small.read_bytes()[: tensor.start + 1])
+    with pytest.raises(InputError, match="small.gguf has become shorter while it was read: fetch it again"):
+        read_numbers(tensor)
+    (tmp_path / "small.gguf").unlink()
+    with pytest.raises(InputError, match=r"small.gguf cannot be read: \[Errno 2\] No such file or directory"):
+        read_numbers(tensor)
+
+
 def test_a_file_on_the_hub_is_fetched_with_its_parts(parts, monkeypatch):
     asked = []
 
