@@ -167,6 +167,12 @@ def test_a_file_whose_end_token_is_denied_loads(tmp_path):
     assert load_model(file).config.eos_token_ids == ()
 
 
+def test_faults_of_tensors_name_the_file(tmp_path):
+    with pytest.raises(InputError) as told:
+        load_model(written(tmp_path, feed_forward_length=20))
+    assert str(told.value).startswith(f"{tmp_path / 'model.gguf'} does not fit its metadata: model.layers.0.mlp.")
+
+
 MISSING = (
     "context_length embedding_length block_count feed_forward_length attention.head_count attention.layer_norm_rms_epsilon"
 ).split()
