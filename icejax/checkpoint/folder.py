@@ -78,12 +78,17 @@ def _of_file(file: Path) -> Path:
 
 def _of_hub_file(hub_id: str, name: str, revision: str | None) -> Path:
     """Returns the folder made of a GGUF file on the hub, and of the other parts of its set."""
+    import huggingface_hub
+
     from icejax.checkpoint.gguf.parts import part_names
 
     folder, *_, last = name.rpartition("/")
     parts = [f"{folder}/{part}" if folder else part for part in part_names(last)]
     snapshot = _snapshot(hub_id, revision, parts)
     if missing := [part for part in parts if not (snapshot / part).is_file()]:
+        # Without a network the hub's cache gives a snapshot that lacks files.
+        with input_error_from(f"{hub_id}: {missing[0]} is not in the hub's cache, and the hub cannot be asked for it"):
+            huggingface_hub.file_exists(hub_id, missing[0], revision=revision)
         raise InputError(f"{hub_id} has no file {missing[0]} on the hub: expected the name of one of its GGUF files")
     with input_error_from(f"{hub_id}:{name} cannot be read"):
         return _of_file(snapshot / name)

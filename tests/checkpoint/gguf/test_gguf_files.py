@@ -398,12 +398,17 @@ def test_a_file_on_the_hub_is_fetched_with_its_parts(parts, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert resolve(f"org/big-GGUF:{SPLIT[1]}", revision="v1") == resolve(parts)
     assert asked == [("org/big-GGUF", "v1", list(SPLIT))]
+    # The tests run with HF_HUB_OFFLINE=1.
+    beginning = "^org/big-GGUF: Q4/small.gguf is not in the hub's cache, and the hub cannot be asked for it: Cannot reach "
+    with pytest.raises(InputError, match=beginning):
+        resolve("org/big-GGUF:Q4/small.gguf")
+    monkeypatch.setattr(huggingface_hub, "file_exists", lambda hub_id, name, *, revision: False)
     with pytest.raises(InputError, match="org/big-GGUF has no file Q4/small.gguf on the hub"):
         resolve("org/big-GGUF:Q4/small.gguf")
     assert asked[1][2] == ["Q4/small.gguf"]
     with pytest.raises(InputError, match="name one of them behind it, as org/Some-8B-GGUF:FILE.gguf"):
         resolve("org/Some-8B-GGUF")
-    assert len(asked) == 2
+    assert len(asked) == 3
 
 
 def test_an_unsound_file_ends_the_command_with_one_line(tmp_path, capsys):
