@@ -200,6 +200,8 @@ FAULTS = (
     ("checkpoint/gguf/config.py", 'default="linear")', 'default="none")', "checkpoint/gguf/test_gguf_models.py::test_scaling_without_a_type_is_linear[factor]"),
     ("checkpoint/gguf/config.py", "None if token in NO_TOKEN else token", "token", "checkpoint/gguf/test_gguf_models.py::test_a_file_whose_end_token_is_denied_loads"),
     ("checkpoint/gguf/parts.py", "if STATISTICS not in name.lower()", "", "checkpoint/gguf/test_gguf_files.py::test_files_beside_a_gguf_model_are_no_models"),
+    ("checkpoint/folder.py", "huggingface_hub.file_exists(hub_id, missing[0], revision=revision)", "pass", "checkpoint/gguf/test_gguf_files.py::test_a_file_on_the_hub_is_fetched_with_its_parts"),
+    ("commands/loading.py", "if folder.exists() else POSITIONS", "if folder.is_dir() else POSITIONS", "commands/test_texts.py::test_the_context_is_the_options_the_sessions_or_the_models"),
     ("checkpoint/gguf/config.py", "if divisors is not None:", "if False:", "checkpoint/gguf/test_gguf_models.py::test_logits_equal_transformers[llama-llama3-fan_in]"),
     ("checkpoint/gguf/config.py", "bool((i + 1) % period)", "bool(i % period)", "checkpoint/gguf/test_gguf_models.py::test_gemma_3_has_the_pattern_and_base_that_files_lack"),
     ("checkpoint/gguf/codes.py", "(high & 15) | (low >> 2 & 48)", "(high & 15) | (low >> 4 & 48)", "checkpoint/gguf/test_gguf_codes.py::test_codes_are_the_weights_that_the_package_makes"),
