@@ -53,13 +53,15 @@ def resolve(model: str | Path, *, revision: str | None = None) -> Path:
                 raise InputError(f"{folder} is empty: expected a Hugging Face or icejax checkpoint folder")
             return _whole(folder) if folder.is_dir() else _of_file(folder)
         hub_file = HUB_FILE.fullmatch(str(model))
-        if folder.exists() or not (hub_file or HUB_ID.fullmatch(str(model))):
+        is_file_name = hub_file is None and str(model).lower().endswith(".gguf")
+        if folder.exists() or is_file_name or not (hub_file or HUB_ID.fullmatch(str(model))):
+            kind = "file" if is_file_name else "folder"
             raise InputError(
-                f"{model}: expected a checkpoint folder, a GGUF file or a hub id such as org/name, found no such folder"
+                f"{model}: expected a checkpoint folder, a GGUF file or a hub id such as org/name, found no such {kind}"
             )
     if hub_file is not None:
         return _of_hub_file(*hub_file.groups(), revision)
-    if str(model).lower().endswith("gguf"):
+    if str(model).lower().endswith("-gguf"):
         raise InputError(f"{model} holds GGUF files by its name: name one of them behind it, as {model}:FILE.gguf")
     return _whole(_snapshot(str(model), revision, [*COMPANIONS, ADAPTER, "model*.safetensors", "*.index.json"]))
 
@@ -76,12 +78,17 @@ def _of_file(file: Path) -> Path:
 
 def _of_hub_file(hub_id: str, name: str, revision: str | None) -> Path:
     """Returns the folder made of a GGUF file on the hub, and of the other parts of its set."""
+    import huggingface_hub
+
     from icejax.checkpoint.gguf.parts import part_names
 
     folder, *_, last = name.rpartition("/")
     parts = [f"{folder}/{part}" if folder else part for part in part_names(last)]
     snapshot = _snapshot(hub_id, revision, parts)
     if missing := [part for part in parts if not (snapshot / part).is_file()]:
+        # Without a network the hub's cache gives a snapshot that lacks files.
+        with input_error_from(f"{hub_id}: {missing[0]} is not in the hub's cache, and the hub cannot be asked for it"):
+            huggingface_hub.file_exists(hub_id, missing[0], revision=revision)
         raise InputError(f"{hub_id} has no file {missing[0]} on the hub: expected the name of one of its GGUF files")
     with input_error_from(f"{hub_id}:{name} cannot be read"):
         return _of_file(snapshot / name)
@@ -89,20 +96,29 @@ def _of_hub_file(hub_id: str, name: str, revision: str | None) -> Path:
 
 def _whole(folder: Path) -> Path:
     """Returns a folder, or the one made of the GGUF file in it; InputError if it holds a LoRA adapter alone."""
-    if (folder / ADAPTER).is_file() and not (folder / ORBAX).exists():
-        base = read(folder / ADAPTER).get("base_model_name_or_path")
-        if not any(file for file in folder.glob("*.safetensors") if not file.name.startswith("adapter")):
+    if (folder / ORBAX).exists():
+        return folder
+    file = None
+    if not any(weights for weights in folder.glob("*.safetensors") if not weights.name.startswith("adapter")):
+        file = _gguf_model(folder)
+        if file is None and (folder / ADAPTER).is_file():
+            base = read(folder / ADAPTER).get("base_model_name_or_path")
             raise InputError(
                 f"{folder} is a LoRA adapter of {quoted(base)}, not a model: merge it into that model by peft's "
                 "merge_and_unload, and give the folder of the result"
             )
+    if (folder / ADAPTER).is_file():
         LOG.warning("%s: the LoRA adapter (%s) is not used", folder, ADAPTER)
-    if any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")) and not (folder / ORBAX).exists():
-        from icejax.checkpoint.gguf.parts import one_in
+    return folder if file is None else _of_file(file)
 
-        if (file := one_in(folder)) is not None:
-            return _of_file(file)
-    return folder
+
+def _gguf_model(folder: Path) -> Path | None:
+    """Returns the first file of the GGUF model in a folder; None: it has none."""
+    if not any(file.name.lower().endswith(".gguf") for file in folder.iterdir()):
+        return None
+    from icejax.checkpoint.gguf.parts import one_in  # imports the gguf package
+
+    return one_in(folder)
 
 
 def _snapshot(hub_id: str, revision: str | None, patterns: list[str]) -> Path:

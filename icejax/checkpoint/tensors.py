@@ -181,7 +181,7 @@ def open_tensors(
             faults.append(f"{mapping.keys[0]} to {mapping.keys[-1]} are stored in {' and '.join(dtypes)}: expected one dtype")
     if faults:
         note = "" if method is None else f" (weights quantised by {method})"
-        raise InputError(f"{folder} does not fit its config.json{note}: {listed(faults)}")
+        raise InputError(f"{_misfit(folder)}{note}: {listed(faults)}")
     if is_made_of_gguf(folder):
         from icejax.checkpoint.readers import gguf
 
@@ -191,6 +191,15 @@ def open_tensors(
     quantised = f"quantised by {method}" if method is not None else f"rounded to {quantize}" if quantize is not None else None
     quantised = "stored in GGUF's types" if in_blocks else quantised
     return Tensors(quantised, mappings, sources, stored)
+
+
+def _misfit(folder: Path) -> str:
+    """Returns the beginning of a message about a folder's tensors; it names the GGUF file where the folder is made of one."""
+    if not is_made_of_gguf(folder):
+        return f"{folder} does not fit its config.json"
+    from icejax.checkpoint.gguf.folder import pointed_model
+
+    return f"{pointed_model(folder).files[0]} does not fit its metadata"
 
 
 def has_own_head(folder: Path) -> bool:

@@ -44,7 +44,7 @@ def context_length(arguments: argparse.Namespace) -> int:
     if arguments.session is not None and arguments.session.exists():
         return read_session(arguments.session).about.context_length
     folder = current_folder(Path(generate.ASSETS if arguments.model is None else arguments.model).expanduser())
-    return open_checkpoint(folder).config.context_length if folder.is_dir() else POSITIONS
+    return open_checkpoint(folder).config.context_length if folder.exists() else POSITIONS
 
 
 def load(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any]:

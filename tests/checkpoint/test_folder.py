@@ -55,3 +55,20 @@ def test_a_revision_that_cannot_be_is_told(monkeypatch, tmp_path):
     hub_raising(monkeypatch, RevisionNotFoundError.__new__(RevisionNotFoundError))
     with pytest.raises(InputError, match="org/name has no revision v1 on the hub: expected a branch, a tag or a commit"):
         resolve("org/name", revision="v1")
+
+
+@pytest.mark.parametrize(
+    "model", ["nosuch.gguf", "models/nosuch.gguf", "models/NOSUCH.GGUF", "/a/b/nosuch.gguf", "org/a/b.gguf"]
+)
+def test_a_gguf_file_that_does_not_exist_is_told(model):
+    with pytest.raises(InputError) as told:
+        resolve(model)
+    assert str(told.value) == (
+        f"{model}: expected a checkpoint folder, a GGUF file or a hub id such as org/name, found no such file"
+    )
+
+
+@pytest.mark.parametrize("model", ["org/Some-8B-GGUF", "org/Some-8B-gguf"])
+def test_a_hub_id_of_gguf_files_asks_for_one_of_them(model):
+    with pytest.raises(InputError, match=f"name one of them behind it, as {model}:FILE.gguf"):
+        resolve(model)

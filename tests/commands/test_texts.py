@@ -14,7 +14,7 @@ from icejax.api.generate import ASSETS
 from icejax.cache.registry import Full
 from icejax.commands import generate, lines, loading, texts
 from icejax.commands.options import parser
-from tests.helpers import families
+from tests.helpers import families, gguf_files
 from tests.helpers.commands import run
 
 LENGTH = 100
@@ -127,7 +127,7 @@ def test_an_endless_line_ends_a_piped_chat(monkeypatch):
     assert str(error.value) == f"a line of stdin has more than {MOST} characters{TAKES}"
 
 
-def test_the_context_is_the_options_the_sessions_or_the_models(tmp_path, bundled):
+def test_the_context_is_the_options_the_sessions_or_the_models(tmp_path, bundled, monkeypatch):
     def length(*arguments: str) -> int:
         return loading.context_length(parser("icejax.generate").parse_args([*arguments]))
 
@@ -136,6 +136,10 @@ def test_the_context_is_the_options_the_sessions_or_the_models(tmp_path, bundled
     families.edit_config(tmp_path / "model", max_position_embeddings=200)
     assert length("--model", str(tmp_path / "model")) == 200
     assert length("--model", "org/name-of-the-hub") == 2**24
+    gguf_files.without_tokenizers(monkeypatch)
+    theirs = families.build(families.row("llama-gqa"), num_hidden_layers=1)
+    file = gguf_files.write(theirs, tmp_path / "model.gguf", context_length=250)
+    assert length("--model", str(file)) == 250
     session = icejax.Session(*bundled, cache=Full(), context_length=300)
     session.ask("x", max_new_tokens=1)
     session.save(tmp_path / "kept")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from icejax.checkpoint.gguf.metadata import Tensor
+from icejax.checkpoint.gguf.vocabulary import NO_TOKEN, PREFIX
 from icejax.checks.errors import InputError, listed, quoted
 from icejax.models.hf.fields import Fields
 
@@ -50,6 +51,11 @@ class _Source:
 
     def number(self, name: str, *, least: float = 1e-30, most: float = 1e30, default: Any = ...) -> Any:
         return self.fields.number(f"{self.architecture}.{name}", least=least, most=most, default=default)
+
+    def token(self, role: str) -> int | None:
+        """Returns the id of a special token; None: the file names no such token."""
+        token = self.fields.whole(f"{PREFIX}{role}_token_id", least=-1, most=2**32 - 1, default=None)
+        return None if token in NO_TOKEN else token
 
     def text(self, name: str, *, default: Any = ...) -> Any:
         return self.fields.take(f"{self.architecture}.{name}", str, default=default)
@@ -94,8 +100,8 @@ def raw_config(values: dict[str, Any], tensors: Mapping[str, Tensor], *, read: R
         rms_norm_eps=model.number("attention.layer_norm_rms_epsilon"),
         tie_word_embeddings=HEAD not in tensors,
         dtype="float32" if all(tensor.type == "F32" for tensor in tensors.values()) else "bfloat16",
-        eos_token_id=model.fields.whole("tokenizer.ggml.eos_token_id", least=0, default=None),
-        bos_token_id=model.fields.whole("tokenizer.ggml.bos_token_id", least=0, default=None),
+        eos_token_id=model.token("eos"),
+        bos_token_id=model.token("bos"),
     )
     theta = model.number("rope.freq_base", default=1e4)
     config["rope_parameters"] = {"rope_theta": theta} | _scaling(model, config)
@@ -123,8 +129,10 @@ def _inner_size(model: _Source) -> int:
 
 def _scaling(model: _Source, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the scaling of RoPE, as `rope_parameters` names it; it may be in values, in tensors or in both."""
-    kind = model.text("rope.scaling.type", default="none")
+    kind = model.text("rope.scaling.type", default="linear")  # as in llama.cpp
     factor = model.number("rope.scaling.factor", least=0, default=None)
+    if factor is None:
+        factor = model.number("rope.scale_linear", least=0, default=None)  # the name of 2023
     original = model.whole("rope.scaling.original_context_length", default=None)
     strength = model.number("rope.scaling.attn_factor", default=None)
     long, short, divisors = (model.vector(name) for name in (LONG, SHORT, FREQUENCIES))
@@ -134,7 +142,7 @@ def _scaling(model: _Source, config: dict[str, Any]) -> dict[str, Any]:
     if divisors is not None:
         return _divided(model, divisors, config)
     if kind == "linear":
-        return dict(rope_type="linear", factor=factor or 1.0)
+        return dict(rope_type="default") if factor in (None, 0, 1) else dict(rope_type="linear", factor=factor)
     if kind == "yarn":
         return _yarn(model, factor, original, strength)
     if kind not in ("none", "longrope"):
@@ -246,7 +254,7 @@ def _pattern(model: _Source, config: dict[str, Any], period: int) -> dict[str, A
 
 
 def _tell_others(model: _Source) -> None:
-    """Logs the values of the architecture that were not read: llama.cpp does not read them for this architecture either."""
+    """Logs the names of the architecture's values that were not read."""
     prefix = f"{model.architecture}."
     names = {name.removeprefix(prefix) for name in model.fields.others() if name.startswith(prefix)} - {*IRRELEVANT}
     if names:

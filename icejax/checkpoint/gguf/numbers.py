@@ -12,7 +12,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from icejax.checkpoint import aligned
 from icejax.checkpoint.gguf.metadata import Tensor
-from icejax.checks.errors import InputError
+from icejax.checks.errors import InputError, input_error_from
 
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 CODES = frozenset(  # the types that the package dequantises
@@ -37,14 +37,14 @@ def read_stored(tensor: Tensor, *, expert: int | None = None, heads: int = 0) ->
         heads: number of heads whose interleaved rows are put in order; 0: none.
 
     Raises:
-        InputError: the file has become shorter since its header was read.
+        InputError: the file cannot be read, or has become shorter since its header was read.
     """
     shape, start, size = tensor.shape, tensor.start, tensor.size
     if expert is not None:
         size //= shape[0]
         shape, start = shape[1:], start + expert * size
     stored = aligned.empty((size,), np.dtype(np.uint8))
-    with tensor.file.open("rb") as stream:
+    with input_error_from(f"{tensor.file} cannot be read"), tensor.file.open("rb") as stream:
         stream.seek(start)
         if stream.readinto(stored) < size:
             raise InputError(f"{tensor.file} has become shorter while it was read: fetch it again")

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 from icejax.checkpoint.gguf.metadata import Tensor, read_header
 from icejax.checks.errors import InputError, listed, quoted
 
-PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.((?i:gguf))", re.DOTALL)
 MOST_PARTS = 1000
-PROJECTOR = "mmproj"  # begins the name of a file with the image part of a model
+PROJECTOR = "mmproj"  # in the name of a file with the image part of a model
+STATISTICS = "imatrix"  # in the name of a file with the statistics that a quantisation used
 
 
 class Model(NamedTuple):
@@ -44,13 +45,24 @@ def part_names(name: str) -> list[str]:
     stem, number, count = match[1], int(match[2]), int(match[3])
     if not 0 < number <= count <= MOST_PARTS:
         raise InputError(f"{quoted(name)}: expected a part's number up to the number of parts, and at most {MOST_PARTS} parts")
-    return [f"{stem}-{i + 1:05}-of-{count:05}.gguf" for i in range(count)]
+    return [f"{stem}-{i + 1:05}-of-{count:05}.{match[4]}" for i in range(count)]
 
 
 def one_in(folder: Path) -> Path | None:
-    """Returns the first file of the only GGUF model in a folder; None without one, InputError for several."""
-    names = sorted(file.name for file in folder.iterdir() if file.name.lower().endswith(".gguf"))
-    firsts = sorted({part_names(name)[0] for name in names if not name.lower().startswith(PROJECTOR)})
+    """Returns the first file of the only GGUF model in a folder; None without one.
+
+    Hidden files and files of statistics are no models. A lone file is a model even if its name speaks of statistics.
+
+    Raises:
+        InputError: there are several models, or nothing but image parts.
+    """
+    files = [file for file in folder.iterdir() if file.name.lower().endswith(".gguf") and not file.is_dir()]
+    names = sorted(file.name for file in files if not file.name.startswith("."))
+    models = [name for name in names if PROJECTOR not in name.lower()]
+    if names and not models:
+        raise InputError(f"{folder} holds a model's image part alone ({listed(names)}): add the language model's GGUF file")
+    models = [name for name in models if STATISTICS not in name.lower()] or models
+    firsts = sorted({part_names(name)[0] for name in models})
     if len(firsts) > 1:
         raise InputError(f"{folder} holds {len(firsts)} GGUF models: give one of the files ({listed(firsts)})")
     return folder / firsts[0] if firsts else None

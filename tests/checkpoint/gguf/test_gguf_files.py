@@ -248,6 +248,17 @@ def test_a_split_set_is_one_model(parts):
     np.testing.assert_array_equal(layer.mlp.up_proj.weight[...], expected.detach().numpy())
 
 
+def test_endings_in_capital_letters_are_gguf(small, parts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("capitals")
+    shutil.copyfile(small, folder / "M.GGUF")
+    assert resolve(folder) == resolve(folder / "M.GGUF")
+    capitals = [name.replace(".gguf", ".GGUF") for name in SPLIT]
+    for name, new_name in zip(SPLIT, capitals, strict=True):
+        os.rename(parts / name, parts / new_name)
+    assert resolve(parts) == resolve(parts / capitals[1])
+    assert "of" not in resolve(parts).name
+
+
 def test_a_part_that_is_missing_is_named(parts):
     (parts / SPLIT[1]).unlink()
     with pytest.raises(InputError, match=rf"1 of its 3 parts are missing \({SPLIT[1]}\): fetch them"):
@@ -276,6 +287,36 @@ def test_a_folder_with_one_gguf_model_is_that_model(small, tmp_path):
     shutil.copyfile(small, tmp_path / "other.gguf")
     with pytest.raises(InputError, match=r"holds 2 GGUF models: give one of the files \(other.gguf; small.gguf\)"):
         resolve(tmp_path)
+
+
+def test_files_beside_a_gguf_model_are_no_models(small, tmp_path):
+    shutil.copyfile(small, tmp_path / "small.gguf")
+    for name in ("._small.gguf", "small-mmproj-f16.gguf", "MMPROJ.gguf", "small-imatrix.gguf"):
+        (tmp_path / name).write_bytes(b"no GGUF")
+    (tmp_path / "other.gguf").mkdir()
+    assert resolve(tmp_path) == resolve(tmp_path / "small.gguf")
+
+
+def test_a_lone_model_may_be_named_after_its_imatrix(small, tmp_path):
+    shutil.copyfile(small, tmp_path / "small-imatrix-Q4_0.gguf")
+    assert resolve(tmp_path) == resolve(tmp_path / "small-imatrix-Q4_0.gguf")
+
+
+def test_a_folder_with_an_image_part_alone_says_so(tmp_path):
+    (tmp_path / "mmproj-small.gguf").write_bytes(b"GGUF")
+    with pytest.raises(InputError) as told:
+        resolve(tmp_path)
+    assert str(told.value) == (
+        f"{tmp_path} holds a model's image part alone (mmproj-small.gguf): add the language model's GGUF file"
+    )
+
+
+def test_a_gguf_model_beside_a_lora_is_read(small, tmp_path, caplog):
+    shutil.copyfile(small, tmp_path / "small.gguf")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    assert resolve(tmp_path) == resolve(tmp_path / "small.gguf")
+    assert f"{tmp_path}: the LoRA adapter (adapter_config.json) is not used" in caplog.messages
 
 
 def test_safetensors_in_a_folder_come_before_gguf(small, tmp_path):
@@ -336,6 +377,17 @@ def test_a_gguf_file_that_is_gone_is_told(small, tmp_path):
         load_model(folder)
 
 
+def test_a_gguf_file_that_goes_while_it_is_read_is_told(small, tmp_path):
+    shutil.copyfile(small, tmp_path / "small.gguf")
+    tensor = read_header(tmp_path / "small.gguf").tensors["output.weight"]
+    (tmp_path / "small.gguf").write_bytes(small.read_bytes()[: tensor.start + 1])
+    with pytest.raises(InputError, match="small.gguf has become shorter while it was read: fetch it again"):
+        read_numbers(tensor)
+    (tmp_path / "small.gguf").unlink()
+    with pytest.raises(InputError, match=r"small.gguf cannot be read: \[Errno 2\] No such file or directory"):
+        read_numbers(tensor)
+
+
 def test_a_file_on_the_hub_is_fetched_with_its_parts(parts, monkeypatch):
     asked = []
 
@@ -346,12 +398,17 @@ def test_a_file_on_the_hub_is_fetched_with_its_parts(parts, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert resolve(f"org/big-GGUF:{SPLIT[1]}", revision="v1") == resolve(parts)
     assert asked == [("org/big-GGUF", "v1", list(SPLIT))]
+    # The tests run with HF_HUB_OFFLINE=1.
+    beginning = "^org/big-GGUF: Q4/small.gguf is not in the hub's cache, and the hub cannot be asked for it: Cannot reach "
+    with pytest.raises(InputError, match=beginning):
+        resolve("org/big-GGUF:Q4/small.gguf")
+    monkeypatch.setattr(huggingface_hub, "file_exists", lambda hub_id, name, *, revision: False)
     with pytest.raises(InputError, match="org/big-GGUF has no file Q4/small.gguf on the hub"):
         resolve("org/big-GGUF:Q4/small.gguf")
     assert asked[1][2] == ["Q4/small.gguf"]
     with pytest.raises(InputError, match="name one of them behind it, as org/Some-8B-GGUF:FILE.gguf"):
         resolve("org/Some-8B-GGUF")
-    assert len(asked) == 2
+    assert len(asked) == 3
 
 
 def test_an_unsound_file_ends_the_command_with_one_line(tmp_path, capsys):

@@ -11,6 +11,8 @@ import torch
 from icejax.cache.registry import Full
 from icejax.checkpoint import load_model
 from icejax.checkpoint.folder import resolve
+from icejax.checkpoint.gguf.config import raw_config
+from icejax.checkpoint.gguf.parts import read_model
 from icejax.checks.errors import InputError
 from icejax.commands import convert
 from tests import tolerances
@@ -130,6 +132,45 @@ def test_what_a_file_leaves_out_has_llama_cpps_defaults(tmp_path):
     config = config_of(written(tmp_path, "llama-gqa", changes=dict(num_key_value_heads=4), leave_out=left_out))
     assert (config["num_key_value_heads"], config["head_dim"], config["rope_parameters"]["rope_theta"]) == (4, 16, 1e4)
     assert config["rms_norm_eps"] == 1e-6 and config["eos_token_id"] == 2
+
+
+LINEAR = dict(rope_type="linear", rope_theta=1e4, factor=4.0)
+SCALINGS = {
+    "factor": (dict(rope__scaling__factor=4.0), LINEAR),
+    "older name": (dict(rope__scale_linear=4.0), LINEAR),
+    "both names": (dict(rope__scaling__factor=4.0, rope__scale_linear=2.0), LINEAR),
+    "type and older name": (dict(rope__scaling__type="linear", rope__scale_linear=4.0), LINEAR),
+    "factor 0": (dict(rope__scaling__factor=0.0), dict(rope_type="default", rope_theta=1e4)),
+    "factor 1": (dict(rope__scaling__type="linear", rope__scaling__factor=1.0), dict(rope_type="default", rope_theta=1e4)),
+    "type none": (dict(rope__scaling__type="none", rope__scaling__factor=4.0), dict(rope_type="default", rope_theta=1e4)),
+}
+
+
+@pytest.mark.parametrize("case", SCALINGS)
+def test_scaling_without_a_type_is_linear(tmp_path, case):
+    changes, expected = SCALINGS[case]
+    assert config_of(written(tmp_path, **changes))["rope_parameters"] == expected
+
+
+@pytest.mark.parametrize("role", ["eos", "bos"])
+@pytest.mark.parametrize("token, expected", [(-1, None), (2**32 - 1, None), (None, None), (3, 3)])
+def test_a_token_that_a_file_denies_is_none(tmp_path, role, token, expected):
+    model = read_model(written(tmp_path))
+    values = model.values | {f"tokenizer.ggml.{role}_token_id": token}
+    assert raw_config(values, model.tensors, read=None, source="x")[f"{role}_token_id"] == expected
+    with pytest.raises(InputError, match=f"'tokenizer.ggml.{role}_token_id' must be at least -1, got -2"):
+        raw_config(values | {f"tokenizer.ggml.{role}_token_id": -2}, model.tensors, read=None, source="x")
+
+
+def test_a_file_whose_end_token_is_denied_loads(tmp_path):
+    file = written(tmp_path, vocabulary={"tokenizer.ggml.eos_token_id": 2**32 - 1})
+    assert load_model(file).config.eos_token_ids == ()
+
+
+def test_faults_of_tensors_name_the_file(tmp_path):
+    with pytest.raises(InputError) as told:
+        load_model(written(tmp_path, feed_forward_length=20))
+    assert str(told.value).startswith(f"{tmp_path / 'model.gguf'} does not fit its metadata: model.layers.0.mlp.")
 
 
 MISSING = (
