@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from icejax.cache.pool.host_pool import Pool, PoolLayer
+from icejax.cache.pool.host_pool import PoolLayer
+from icejax.cache.pool.page_format import PagesWithCodes
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Shared, View
 from icejax.engine.plan import Plan
 from icejax.models.decoder import DecoderLayer
@@ -43,7 +44,7 @@ class LayerInputs:
     shared: Shared | None
     lengths: Lengths
     done: jax.Array  # bool[B]
-    pool: Pool | None
+    pool: jax.Array | PagesWithCodes | None
     table: jax.Array | None  # i32[B, X]
     number: jax.Array | None  # i32[]
 
