@@ -17,8 +17,8 @@ from pathlib import Path
 from icejax.checkpoint.folder import POINTER
 from icejax.checkpoint.gguf.config import raw_config
 from icejax.checkpoint.gguf.numbers import read_numbers
-from icejax.checkpoint.gguf.parts import PART, Model, read_model
-from icejax.checks.errors import InputError, quoted
+from icejax.checkpoint.gguf.parts import PART, Model, part_names, read_model
+from icejax.checks.errors import InputError, input_error_from, quoted
 from icejax.checks.json_file import read
 from icejax.files.atomic_folder import claim
 from icejax.files.cache_home import cache_home
@@ -36,24 +36,38 @@ def folder_of(file: Path) -> Path:
     """
     file = file.absolute()
     model = read_model(file)
-    folder = cache_home() / "gguf" / f"{_stem(file.name)}-{_checksum(model)[:16]}"
+    folder = cache_home() / "gguf" / f"{_stem(file.name)}-{_checksum(model)}"
     if not (folder / POINTER).exists():
         _make(folder, model)
     return folder
 
 
 def pointed_model(folder: Path) -> Model:
-    """Returns the model of a folder that `folder_of` made; InputError if its GGUF file is missing or not sound any more."""
-    name = read(folder / POINTER).get("file")
-    if not isinstance(name, str) or not (file := Path(name)).is_file():
-        raise InputError(f"{folder}: the GGUF file {quoted(name)} is missing: give the file where it is now")
-    return _read(file, file.stat().st_mtime_ns)
+    """Returns the model of a folder that `folder_of` made; InputError if its GGUF file is missing, not sound or another now."""
+    with input_error_from(f"{folder} cannot be read"):
+        name = read(folder / POINTER).get("file")
+        if not isinstance(name, str) or not (file := Path(name)).is_file():
+            raise InputError(f"{folder}: the GGUF file {quoted(name)} is missing: give the file where it is now")
+        model, checksum = _read(file, _versions(file))
+    if not folder.resolve().name.endswith(f"-{checksum}"):
+        raise InputError(
+            f"{folder} was made of another file than {file} is now, or by another version of icejax: give the file again"
+        )
+    return model
 
 
 @functools.lru_cache(maxsize=1)
-def _read(file: Path, written: int) -> Model:
-    """Returns what a file says of its model, without the vocabulary: a load asks several times."""
-    return read_model(file)._replace(values={})
+def _read(file: Path, versions: tuple[tuple[int, ...], ...]) -> tuple[Model, str]:
+    """Returns what a file says of its model, without the vocabulary, and its checksum: a load asks several times."""
+    model = read_model(file)
+    return model._replace(values={}), _checksum(model)
+
+
+def _versions(file: Path) -> tuple[tuple[int, ...], ...]:
+    """Returns numbers of each file of a model that change when the file is written or replaced."""
+    parts = [file.parent / name for name in part_names(file.name)]
+    states = [part.stat() for part in parts if part.exists()]
+    return tuple((state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for state in states)
 
 
 def _make(folder: Path, model: Model) -> None:
@@ -92,4 +106,4 @@ def _checksum(model: Model) -> str:
         digest.update(str(file).encode("utf-8", "surrogateescape"))
         with file.open("rb") as stream:
             digest.update(stream.read(size))
-    return digest.hexdigest()
+    return digest.hexdigest()[:16]

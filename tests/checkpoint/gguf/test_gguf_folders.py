@@ -1,0 +1,56 @@
+"""The folder that is made of a GGUF file: which file it stands for, when it is made again, and who may have made it."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from icejax.checkpoint import load_model
+from icejax.checkpoint.folder import resolve
+from icejax.checks.errors import InputError
+from tests.helpers import families, gguf_files
+
+
+@pytest.fixture(autouse=True)
+def no_tokenizers(monkeypatch):
+    gguf_files.without_tokenizers(monkeypatch)
+
+
+def tiny():
+    return families.build(families.row("llama-gqa"), num_hidden_layers=1, vocab_size=16)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    """A small valid file."""
+    return gguf_files.write(tiny(), tmp_path_factory.mktemp("small") / "small.gguf", "Q4_0")
+
+
+@pytest.fixture
+def file(small, tmp_path) -> Path:
+    """The small file in a folder and with a cache directory of the test."""
+    return Path(shutil.copyfile(small, tmp_path / "small.gguf"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    """The folder of the test's cache directory in which folders are made."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "icejax" / "gguf"
+
+
+def test_a_replaced_file_of_equal_time_is_read_anew(file, tmp_path):
+    """The new file has its tensors at other places, and the old one's time."""
+    old = file.stat()
+    old_folder = resolve(file)
+    load_model(file)
+    model = tiny()
+    gguf_files.write(model, tmp_path / "new", "Q8_0")
+    os.utime(tmp_path / "new", ns=(old.st_atime_ns, old.st_mtime_ns))
+    os.rename(tmp_path / "new", file)
+    weights = load_model(file).model.layers[0].mlp.up_proj.weight[...]
+    np.testing.assert_array_equal(weights, model.model.layers[0].mlp.up_proj.weight.detach().numpy())
+    with pytest.raises(InputError, match="was made of another file than .*small.gguf is now, or by another version of icejax"):
+        load_model(old_folder)
