@@ -10,18 +10,18 @@ import functools
 import hashlib
 import json
 import logging
+import os
 import re
 import time
 from pathlib import Path
 
-from icejax.checkpoint.folder import POINTER
+from icejax.checkpoint.folder import POINTER, gguf_folders
 from icejax.checkpoint.gguf.config import raw_config
 from icejax.checkpoint.gguf.numbers import read_numbers
 from icejax.checkpoint.gguf.parts import PART, Model, part_names, read_model
 from icejax.checks.errors import InputError, input_error_from, quoted
 from icejax.checks.json_file import read
 from icejax.files.atomic_folder import claim
-from icejax.files.cache_home import cache_home
 from icejax.files.private import make_folder
 
 LOG = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def folder_of(file: Path) -> Path:
     """
     file = file.absolute()
     model = read_model(file)
-    folder = cache_home() / "gguf" / f"{_stem(file.name)}-{_checksum(model)}"
+    folder = gguf_folders() / f"{_stem(file.name)}-{_checksum(model)}"
     if not (folder / POINTER).exists():
         _make(folder, model)
     return folder
@@ -46,7 +46,7 @@ def pointed_model(folder: Path) -> Model:
     """Returns the model of a folder that `folder_of` made; InputError if its GGUF file is missing, not sound or another now."""
     with input_error_from(f"{folder} cannot be read"):
         name = read(folder / POINTER).get("file")
-        if not isinstance(name, str) or not (file := Path(name)).is_file():
+        if not isinstance(name, str) or not os.path.isabs(name) or not os.path.isfile(file := Path(name)):
             raise InputError(f"{folder}: the GGUF file {quoted(name)} is missing: give the file where it is now")
         model, checksum = _read(file, _versions(file))
     if not folder.resolve().name.endswith(f"-{checksum}"):

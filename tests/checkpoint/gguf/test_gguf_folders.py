@@ -1,5 +1,6 @@
 """The folder that is made of a GGUF file: which file it stands for, when it is made again, and who may have made it."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from icejax.checkpoint import load_model
-from icejax.checkpoint.folder import resolve
+from icejax.checkpoint.folder import POINTER, resolve
 from icejax.checks.errors import InputError
 from tests.helpers import families, gguf_files
 
@@ -54,3 +55,32 @@ def test_a_replaced_file_of_equal_time_is_read_anew(file, tmp_path):
     np.testing.assert_array_equal(weights, model.model.layers[0].mlp.up_proj.weight.detach().numpy())
     with pytest.raises(InputError, match="was made of another file than .*small.gguf is now, or by another version of icejax"):
         load_model(old_folder)
+
+
+def test_a_pointer_outside_the_cache_means_nothing(file, tmp_path):
+    """A folder that was copied, or fetched, is read as its safetensors."""
+    model = families.build(families.row("llama-gqa"))
+    families.save(model, tmp_path / "model")
+    (tmp_path / "model" / POINTER).write_text(json.dumps({"file": str(file)}))
+    weights = load_model(tmp_path / "model").model.layers[1].mlp.up_proj.weight[...]
+    np.testing.assert_array_equal(weights, model.model.layers[1].mlp.up_proj.weight.detach().numpy())
+    os.symlink(resolve(file), tmp_path / "link")
+    assert len(load_model(tmp_path / "link").model.layers) == 1
+
+
+@pytest.mark.parametrize("name", ["small.gguf", "/" + 5000 * "a", "/a\0b", "/" + 300 * "a/", "", 7, None, "/dev/zero", "/tmp"])
+def test_a_pointer_that_is_no_file_is_told(file, monkeypatch, name):
+    monkeypatch.chdir(file.parent)
+    folder = resolve(file)
+    (folder / POINTER).write_text(json.dumps({"file": name}))
+    with pytest.raises(InputError, match="the GGUF file .* is missing: give the file where it is now"):
+        load_model(folder)
+
+
+def test_a_field_that_was_removed_is_told(file):
+    folder = resolve(file)
+    config = json.loads((folder / "config.json").read_text())
+    del config["num_key_value_heads"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="config.json has no 'num_key_value_heads': remove its folder and give the GGUF file"):
+        load_model(folder)
