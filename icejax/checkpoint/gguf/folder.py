@@ -16,15 +16,18 @@ import time
 from pathlib import Path
 
 from icejax.checkpoint.folder import POINTER, gguf_folders
-from icejax.checkpoint.gguf.config import raw_config
-from icejax.checkpoint.gguf.numbers import read_numbers
+from icejax.checkpoint.gguf.config import FREQUENCIES, LONG, SHORT, raw_config
+from icejax.checkpoint.gguf.numbers import read_numbers, read_stored
 from icejax.checkpoint.gguf.parts import PART, Model, part_names, read_model
 from icejax.checks.errors import InputError, input_error_from, quoted
 from icejax.checks.json_file import read
 from icejax.files.atomic_folder import claim
 from icejax.files.private import make_folder
+from icejax.models.registry import family
 
 LOG = logging.getLogger(__name__)
+IN_CONFIG = (FREQUENCIES, LONG, SHORT)  # tensors whose numbers the config holds
+MOST_IN_CONFIG = 2**16  # bytes of such a tensor; `raw_config` refuses longer ones
 SECONDS = 30  # that another process may take to make the same folder
 
 
@@ -75,6 +78,10 @@ def _make(folder: Path, model: Model) -> None:
 
     source = model.files[0].name
     config = raw_config(model.values, model.tensors, read=lambda name: read_numbers(model.tensors[name]), source=source)
+    try:
+        family(config).read_config(config)
+    except InputError as error:
+        raise InputError(f"{model.files[0]}: its metadata make a config that is not read: {error}") from None
     files = {"config.json": json.dumps(config, indent=2), POINTER: json.dumps({"file": str(model.files[0])})}
     files |= tokenizer_files(model.values)
     make_folder(folder.parent)
@@ -98,7 +105,7 @@ def _stem(name: str) -> str:
 
 
 def _checksum(model: Model) -> str:
-    """Returns a checksum of the headers and the places of a model's files, and of the code that makes the folder of them."""
+    """Returns a checksum of all that a folder is made of: headers, places of files, tensors of the config, and this code."""
     digest = hashlib.sha256()
     for code in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(code.read_bytes())
@@ -106,4 +113,7 @@ def _checksum(model: Model) -> str:
         digest.update(str(file).encode("utf-8", "surrogateescape"))
         with file.open("rb") as stream:
             digest.update(stream.read(size))
+    for name in IN_CONFIG:
+        if name in model.tensors and model.tensors[name].size <= MOST_IN_CONFIG:
+            digest.update(read_stored(model.tensors[name]).tobytes())
     return digest.hexdigest()[:16]

@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
@@ -84,3 +85,27 @@ def test_a_field_that_was_removed_is_told(file):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="config.json has no 'num_key_value_heads': remove its folder and give the GGUF file"):
         load_model(folder)
+
+
+def test_changed_numbers_of_rope_change_the_config(tmp_path):
+    """Only the bytes of `rope_freqs.weight` differ, not the header."""
+    model = families.build(families.row("llama-llama3"), num_hidden_layers=1)
+    file = gguf_files.write(model, tmp_path / "small.gguf")
+    tensor = next(tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "rope_freqs.weight")
+    start, divisors = int(tensor.data_offset), np.array(tensor.data)
+    old = resolve(file)
+    content = bytearray(file.read_bytes())
+    content[start : start + divisors.nbytes] = np.ones_like(divisors).tobytes()
+    file.write_bytes(content)
+    new = json.loads((resolve(file) / "config.json").read_text())["rope_parameters"]
+    assert new["factor"] == 1.0 != json.loads((old / "config.json").read_text())["rope_parameters"]["factor"]
+
+
+def test_a_config_that_is_not_read_leaves_no_folder(tmp_path, cache):
+    model = tiny()
+    file = gguf_files.write(model, tmp_path / "small.gguf", attention__head_count_kv=3)
+    with pytest.raises(
+        InputError, match="small.gguf: its metadata make a config that is not read: .* do not divide among 3 KV heads"
+    ):
+        resolve(file)
+    assert not cache.exists()
