@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -40,9 +41,18 @@ def folder_of(file: Path) -> Path:
     file = file.absolute()
     model = read_model(file)
     folder = gguf_folders() / f"{_stem(file.name)}-{_checksum(model)}"
-    if not (folder / POINTER).exists():
+    if not _is_whole(folder):
         _make(folder, model)
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Says whether a folder holds all files that were made for it."""
+    try:
+        names = read(folder / POINTER).get("made")
+    except (FileNotFoundError, InputError):
+        return False
+    return isinstance(names, list) and all(isinstance(name, str) and os.path.isfile(folder / name) for name in names)
 
 
 def pointed_model(folder: Path) -> Model:
@@ -82,12 +92,14 @@ def _make(folder: Path, model: Model) -> None:
         family(config).read_config(config)
     except InputError as error:
         raise InputError(f"{model.files[0]}: its metadata make a config that is not read: {error}") from None
-    files = {"config.json": json.dumps(config, indent=2), POINTER: json.dumps({"file": str(model.files[0])})}
-    files |= tokenizer_files(model.values)
+    files = {"config.json": json.dumps(config, indent=2)} | tokenizer_files(model.values)
+    files[POINTER] = json.dumps({"file": str(model.files[0]), "made": sorted(files)})
     make_folder(folder.parent)
     lock, stop = folder.parent / f".{folder.name}.lock", time.monotonic() + SECONDS
-    while not (folder / POINTER).exists():  # another process may make it at the same time
+    while not _is_whole(folder):  # another process may make it at the same time
         try:
+            if not (folder / POINTER).exists() and not lock.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # what somebody left of it, which `claim` would refuse
             with claim(folder, mark=POINTER) as folder_claim, folder_claim.writing(private=True) as new_folder:
                 for name, text in files.items():
                     (new_folder / name).write_text(text, encoding="utf-8")

@@ -95,10 +95,10 @@ def test_changed_numbers_of_rope_change_the_config(tmp_path):
     start, divisors = int(tensor.data_offset), np.array(tensor.data)
     old = resolve(file)
     content = bytearray(file.read_bytes())
-    content[start : start + divisors.nbytes] = np.ones_like(divisors).tobytes()
+    content[start : start + divisors.nbytes] = np.full_like(divisors, 7.0).tobytes()
     file.write_bytes(content)
-    new = json.loads((resolve(file) / "config.json").read_text())["rope_parameters"]
-    assert new["factor"] == 1.0 != json.loads((old / "config.json").read_text())["rope_parameters"]["factor"]
+    old, new = (json.loads((folder / "config.json").read_text())["rope_parameters"] for folder in (old, resolve(file)))
+    assert old["long_factor"] == pytest.approx(divisors) and new["long_factor"] == [7.0] * len(divisors)
 
 
 def test_a_config_that_is_not_read_leaves_no_folder(tmp_path, cache):
@@ -109,3 +109,21 @@ def test_a_config_that_is_not_read_leaves_no_folder(tmp_path, cache):
     ):
         resolve(file)
     assert not cache.exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", POINTER])
+def test_a_folder_that_lost_a_file_is_made_again(file, name):
+    folder = resolve(file)
+    contents = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert len(contents) == 3
+    (folder / name).unlink()
+    assert resolve(file) == folder
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == contents
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"made": 1}', '{"made": [1]}', '{"made": ["\\u0000"]}'])
+def test_a_damaged_pointer_is_made_again(file, text):
+    folder = resolve(file)
+    pointer = (folder / POINTER).read_text()
+    (folder / POINTER).write_text(text)
+    assert (resolve(file) / POINTER).read_text() == pointer
