@@ -29,6 +29,7 @@ from icejax.models.registry import family
 LOG = logging.getLogger(__name__)
 IN_CONFIG = (FREQUENCIES, LONG, SHORT)  # tensors whose numbers the config holds
 MOST_IN_CONFIG = 2**16  # bytes of such a tensor; `raw_config` refuses longer ones
+ADVICE = "XDG_CACHE_HOME must name a directory in which files can be made"
 SECONDS = 30  # that another process may take to make the same folder
 
 
@@ -94,18 +95,25 @@ def _make(folder: Path, model: Model) -> None:
         raise InputError(f"{model.files[0]}: its metadata make a config that is not read: {error}") from None
     files = {"config.json": json.dumps(config, indent=2)} | tokenizer_files(model.values)
     files[POINTER] = json.dumps({"file": str(model.files[0]), "made": sorted(files)})
-    make_folder(folder.parent)
+    try:
+        make_folder(folder.parent)
+    except OSError as error:
+        raise InputError(f"{folder.parent} cannot be made ({error.strerror}): {ADVICE}") from None
     lock, stop = folder.parent / f".{folder.name}.lock", time.monotonic() + SECONDS
     while not _is_whole(folder):  # another process may make it at the same time
         try:
-            if not (folder / POINTER).exists() and not lock.exists():
+            if not lock.exists() and not (folder / POINTER).exists():
                 shutil.rmtree(folder, ignore_errors=True)  # what somebody left of it, which `claim` would refuse
-            with claim(folder, mark=POINTER) as folder_claim, folder_claim.writing(private=True) as new_folder:
-                for name, text in files.items():
-                    (new_folder / name).write_text(text, encoding="utf-8")
-        except InputError:
-            if not (folder / POINTER).exists() and (time.monotonic() > stop or not lock.exists()):
-                raise
+            with claim(folder, mark=POINTER) as folder_claim:
+                if _is_whole(folder):
+                    return
+                with folder_claim.writing(private=True) as new_folder:
+                    for name, text in files.items():
+                        (new_folder / name).write_text(text, encoding="utf-8")
+        except InputError as error:
+            is_awaited = lock.exists() and time.monotonic() < stop  # asked first: the other may finish between the questions
+            if not is_awaited and not _is_whole(folder):
+                raise InputError(f"{error}; {ADVICE}") from None
             time.sleep(0.05)
 
 
@@ -113,7 +121,7 @@ def _stem(name: str) -> str:
     """Returns the beginning of a folder's name: what is readable of the file's."""
     match = PART.fullmatch(name)
     stem = match[1] if match is not None else re.sub(r"\.gguf$", "", name, flags=re.IGNORECASE)
-    return re.sub(r"[^\w.-]+", "_", stem).strip(".")[:80] or "model"
+    return re.sub(r"[^\w.-]+", "_", stem).strip(".").encode()[:80].decode(errors="ignore") or "model"
 
 
 def _checksum(model: Model) -> str:

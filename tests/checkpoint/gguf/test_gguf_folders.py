@@ -11,7 +11,9 @@ import pytest
 
 from icejax.checkpoint import load_model
 from icejax.checkpoint.folder import POINTER, resolve
+from icejax.checkpoint.gguf import folder as gguf_folder
 from icejax.checks.errors import InputError
+from icejax.files import atomic_folder
 from tests.helpers import families, gguf_files
 
 
@@ -127,3 +129,57 @@ def test_a_damaged_pointer_is_made_again(file, text):
     pointer = (folder / POINTER).read_text()
     (folder / POINTER).write_text(text)
     assert (resolve(file) / POINTER).read_text() == pointer
+
+
+def test_a_cache_that_cannot_be_written_is_named(file, tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("no directory")
+    with pytest.raises(InputError, match=r"cache/icejax/gguf cannot be made \(Not a directory\): XDG_CACHE_HOME must name a"):
+        resolve(file)
+
+
+def test_a_folder_that_cannot_be_written_is_named(file, cache, monkeypatch):
+    monkeypatch.setattr(gguf_folder, "claim", lambda path, *, mark: atomic_folder.claim(Path("/proc/x"), mark=mark))
+    with pytest.raises(InputError, match=r"/proc/x cannot be written .*: choose another place; XDG_CACHE_HOME must name a"):
+        resolve(file)
+
+
+def test_a_folder_made_before_the_claim_is_used(file, tmp_path, monkeypatch):
+    """Another process makes it after this one looked, and before this one has the lock."""
+    folder = resolve(file)
+    os.rename(folder, made := tmp_path / "made")
+    state = made.stat()
+
+    def claim(path, *, mark):
+        os.rename(made, folder)
+        return atomic_folder.claim(path, mark=mark)
+
+    monkeypatch.setattr(gguf_folder, "claim", claim)
+    assert resolve(file) == folder and os.path.samestat(folder.stat(), state)
+
+
+def test_a_folder_made_while_this_one_looks_is_used(file, tmp_path, monkeypatch):
+    """Another process holds the lock, and finishes between two looks at the disk."""
+    folder, exists, looks = resolve(file), Path.exists, []
+    os.rename(folder, tmp_path / "made")
+
+    def looked(path):
+        if path.suffix != ".lock":
+            return exists(path)
+        looks.append(path)
+        if len(looks) == 2:
+            os.rename(tmp_path / "made", folder)
+        return len(looks) == 1
+
+    def claim(path, *, mark):
+        raise InputError(f"{path} is in use")
+
+    monkeypatch.setattr(Path, "exists", looked)
+    monkeypatch.setattr(gguf_folder, "claim", claim)
+    assert resolve(file) == folder and len(looks) == 2
+
+
+@pytest.mark.parametrize("letter", ["\u8a9e", "\u00e9", "a"])
+def test_long_names_of_any_letters_make_folders(file, letter):
+    name = letter * ((255 - len(".gguf")) // len(letter.encode())) + ".gguf"
+    folder = resolve(file.rename(file.parent / name))
+    assert folder.name.startswith(letter * (80 // len(letter.encode())) + "-")
