@@ -306,7 +306,7 @@ FAULTS = (
     ("files/atomic_folder.py", "mode & 0o666", "0o644", "files/test_atomic_folder.py::test_a_private_folder_is_the_users_alone"),
     ("files/private.py", "os.O_CREAT | os.O_EXCL, 0o600", "os.O_CREAT, 0o600", "files/test_private.py::test_a_link_is_not_followed"),
     ("session/session.py", "writing(private=True)", "writing()", "session/test_storage.py::test_a_session_is_the_users_alone"),
-    ("runtime/compile_cache.py", "not mode & stat.S_ISVTX", "False", "runtime/test_compile_cache.py::test_a_folder_that_others_may_fill_is_not_used"),
+    ("files/private.py", "not mode & stat.S_ISVTX", "False", "runtime/test_compile_cache.py::test_a_folder_that_others_may_fill_is_not_used"),
     ("runtime/compile_cache.py", "            last.unlink()", "            pass", "runtime/test_compile_cache.py::test_a_damaged_program_is_one_line_and_replaced"),
     ("commands/texts.py", "if number > JSONL_LINES", "if False", "commands/test_texts.py::test_a_stream_of_lines_is_refused_once_it_passes"),
     ("session/room.py", "if not has_answer(messages):", "if True:", "commands/test_chat.py::test_a_chat_to_be_prefilled_anew_counts_what_it_will_hold"),

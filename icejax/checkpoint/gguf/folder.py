@@ -22,8 +22,8 @@ from icejax.checkpoint.gguf.numbers import read_numbers, read_stored
 from icejax.checkpoint.gguf.parts import PART, Model, part_names, read_model
 from icejax.checks.errors import InputError, input_error_from, quoted
 from icejax.checks.json_file import read
+from icejax.files import private
 from icejax.files.atomic_folder import claim
-from icejax.files.private import make_folder
 from icejax.models.registry import family
 
 LOG = logging.getLogger(__name__)
@@ -42,9 +42,18 @@ def folder_of(file: Path) -> Path:
     file = file.absolute()
     model = read_model(file)
     folder = gguf_folders() / f"{_stem(file.name)}-{_checksum(model)}"
+    _check_owner(folder)
     if not _is_whole(folder):
         _make(folder, model)
     return folder
+
+
+def _check_owner(folder: Path) -> None:
+    """Raises InputError if another user can put files into a folder of a GGUF file, or made it."""
+    for path in (folder.parent, folder):
+        path = Path(os.path.realpath(path))
+        if path.exists() and (danger := private.danger(path, "whose files would stand for the model's")) is not None:
+            raise InputError(f"{path} {danger}: let XDG_CACHE_HOME name a directory of your own")
 
 
 def _is_whole(folder: Path) -> bool:
@@ -59,6 +68,7 @@ def _is_whole(folder: Path) -> bool:
 def pointed_model(folder: Path) -> Model:
     """Returns the model of a folder that `folder_of` made; InputError if its GGUF file is missing, not sound or another now."""
     with input_error_from(f"{folder} cannot be read"):
+        _check_owner(folder)
         name = read(folder / POINTER).get("file")
         if not isinstance(name, str) or not os.path.isabs(name) or not os.path.isfile(file := Path(name)):
             raise InputError(f"{folder}: the GGUF file {quoted(name)} is missing: give the file where it is now")
@@ -96,7 +106,7 @@ def _make(folder: Path, model: Model) -> None:
     files = {"config.json": json.dumps(config, indent=2)} | tokenizer_files(model.values)
     files[POINTER] = json.dumps({"file": str(model.files[0]), "made": sorted(files)})
     try:
-        make_folder(folder.parent)
+        private.make_folder(folder.parent)
     except OSError as error:
         raise InputError(f"{folder.parent} cannot be made ({error.strerror}): {ADVICE}") from None
     lock, stop = folder.parent / f".{folder.name}.lock", time.monotonic() + SECONDS

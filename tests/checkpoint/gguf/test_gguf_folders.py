@@ -183,3 +183,24 @@ def test_long_names_of_any_letters_make_folders(file, letter):
     name = letter * ((255 - len(".gguf")) // len(letter.encode())) + ".gguf"
     folder = resolve(file.rename(file.parent / name))
     assert folder.name.startswith(letter * (80 // len(letter.encode())) + "-")
+
+
+def test_a_folder_of_another_user_is_not_used(file, cache, monkeypatch):
+    folder, user = resolve(file), os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    refused = f"{cache} belongs to another user, whose files would stand for the model's: let XDG_CACHE_HOME name a directory"
+    for path in (file, folder):
+        with pytest.raises(InputError, match=refused):
+            load_model(path)
+
+
+def test_a_cache_that_everybody_may_write_is_not_used(file, cache):
+    folder = resolve(file)
+    cache.chmod(0o777)
+    for path in (file, folder):
+        with pytest.raises(InputError, match="icejax/gguf may be written by everybody, whose files would stand for"):
+            load_model(path)
+    cache.chmod(0o700)
+    folder.chmod(0o777)
+    with pytest.raises(InputError, match=f"{folder} may be written by everybody"):
+        load_model(file)
