@@ -45,7 +45,21 @@ def folder_of(file: Path) -> Path:
     _check_owner(folder)
     if not _is_whole(folder):
         _make(folder, model)
+        return folder
+    for line in read(folder / POINTER)["warnings"]:  # the making logged them, perhaps long ago
+        LOG.warning("%s", line)
     return folder
+
+
+class _Warnings(logging.Handler):
+    """Collects the warnings that are logged while a folder is made."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def _check_owner(folder: Path) -> None:
@@ -59,10 +73,13 @@ def _check_owner(folder: Path) -> None:
 def _is_whole(folder: Path) -> bool:
     """Says whether a folder holds all files that were made for it."""
     try:
-        names = read(folder / POINTER).get("made")
+        about = read(folder / POINTER)
     except (FileNotFoundError, InputError):
         return False
-    return isinstance(names, list) and all(isinstance(name, str) and os.path.isfile(folder / name) for name in names)
+    names = about.get("made")
+    if not isinstance(names, list) or not isinstance(about.get("warnings"), list):
+        return False
+    return all(isinstance(name, str) and os.path.isfile(folder / name) for name in names)
 
 
 def pointed_model(folder: Path) -> Model:
@@ -97,14 +114,19 @@ def _versions(file: Path) -> tuple[tuple[int, ...], ...]:
 def _make(folder: Path, model: Model) -> None:
     from icejax.checkpoint.gguf.tokenizer_files import tokenizer_files  # imports the tokenizers package
 
-    source = model.files[0].name
-    config = raw_config(model.values, model.tensors, read=lambda name: read_numbers(model.tensors[name]), source=source)
+    source, warnings, log = model.files[0].name, _Warnings(), logging.getLogger(__package__)
+    log.addHandler(warnings)
+    try:
+        config = raw_config(model.values, model.tensors, read=lambda name: read_numbers(model.tensors[name]), source=source)
+        files = {"config.json": json.dumps(config, indent=2)} | tokenizer_files(model.values)
+    finally:
+        log.removeHandler(warnings)
     try:
         family(config).read_config(config)
     except InputError as error:
         raise InputError(f"{model.files[0]}: its metadata make a config that is not read: {error}") from None
-    files = {"config.json": json.dumps(config, indent=2)} | tokenizer_files(model.values)
-    files[POINTER] = json.dumps({"file": str(model.files[0]), "made": sorted(files)})
+    about = {"file": str(model.files[0]), "made": sorted(files), "warnings": warnings.lines}
+    files[POINTER] = json.dumps(about)
     try:
         private.make_folder(folder.parent)
     except OSError as error:

@@ -123,7 +123,9 @@ def test_a_folder_that_lost_a_file_is_made_again(file, name):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == contents
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"made": 1}', '{"made": [1]}', '{"made": ["\\u0000"]}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"made": 1}', '{"made": []}', '{"made": [1], "warnings": []}', '{"made": ["\\u0000"]}']
+)
 def test_a_damaged_pointer_is_made_again(file, text):
     folder = resolve(file)
     pointer = (folder / POINTER).read_text()
@@ -204,3 +206,13 @@ def test_a_cache_that_everybody_may_write_is_not_used(file, cache):
     folder.chmod(0o777)
     with pytest.raises(InputError, match=f"{folder} may be written by everybody"):
         load_model(file)
+
+
+def test_warnings_are_logged_at_each_load(tmp_path, caplog):
+    file = gguf_files.write(tiny(), tmp_path / "small.gguf", mystery=7)
+    warnings = []
+    for _ in range(3):
+        caplog.clear()
+        resolve(file)
+        warnings.append([record.getMessage() for record in caplog.records if record.name.startswith("icejax.checkpoint.gguf")])
+    assert warnings == 3 * [["small.gguf: 'llama.mystery' not read"]]
