@@ -13,6 +13,7 @@ from pathlib import Path
 from icejax.checks.errors import InputError, input_error_from, quoted
 from icejax.checks.json_file import MOST_BYTES, read
 from icejax.files.atomic_folder import current_folder
+from icejax.files.cache_home import cache_home
 
 ADAPTER = "adapter_config.json"  # of a LoRA, as peft saves it
 POINTER = "gguf.json"  # names the GGUF file that a folder was made of, in place of weights
@@ -143,9 +144,15 @@ def _snapshot(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
             ) from None
 
 
+def gguf_folders() -> Path:
+    """Returns the folder in the user's cache directory in which icejax makes the folders of GGUF files."""
+    return cache_home() / "gguf"
+
+
 def is_made_of_gguf(folder: Path) -> bool:
-    """Says whether a folder was made of a GGUF file, which holds its weights."""
-    return (folder / POINTER).is_file() and not (folder / ORBAX).exists()
+    """Says whether icejax made a folder of a GGUF file, which holds its weights; elsewhere the name `POINTER` means nothing."""
+    path = os.path.realpath(folder)
+    return os.path.dirname(path) == os.path.realpath(gguf_folders()) and os.path.isfile(os.path.join(path, POINTER))
 
 
 def companions(folder: Path) -> list[Path]:

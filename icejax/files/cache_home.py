@@ -1,4 +1,4 @@
-"""The user's cache directory. `icejax.runtime.compile_cache` and `icejax.runtime.host_reads` call it."""
+"""The user's cache directory. `icejax.checkpoint.folder` and `icejax.runtime` call it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Files and folders that only the user may read. `icejax.commands`, `icejax.evaluation` and `icejax.runtime` call it."""
+"""Files and folders that only the user may read, or write. Commands, evaluations and the user's caches call it."""
 
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,6 +13,19 @@ def make_folder(path: Path) -> None:
     for folder in (*reversed(path.parents), path):
         if not folder.exists():
             folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def danger(folder: Path, why: str) -> str | None:
+    """Returns how others could put files into a folder, and then `why` that matters; None if only the user and groups can."""
+    if folder.stat().st_uid != os.geteuid():
+        return f"belongs to another user, {why}"
+    for parent in (folder, *folder.parents):
+        mode = parent.stat().st_mode
+        # In a sticky folder, such as /tmp, nobody can rename the folders of others.
+        if mode & stat.S_IWOTH and (parent == folder or not mode & stat.S_ISVTX):
+            place = "" if parent == folder else f"is in {parent}, which "
+            return f"{place}may be written by everybody, {why}"
+    return None
 
 
 def new_file(path: Path) -> BinaryIO:

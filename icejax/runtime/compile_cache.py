@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import re
-import stat
 import tempfile
 import warnings
 from pathlib import Path
@@ -39,7 +38,7 @@ def keep_programs(folder: str | None) -> None:
     programs = Path(os.path.realpath(folder or cache_home() / "programs"))
     try:
         private.make_folder(programs)
-        danger = _danger(programs)
+        danger = private.danger(programs, "whose programs would run")
         if danger is None:
             tempfile.TemporaryFile(dir=programs).close()  # tests that files can be made there
             _write_missing_times(programs)
@@ -55,19 +54,6 @@ def keep_programs(folder: str | None) -> None:
     jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _danger(programs: Path) -> str | None:
-    """Returns why others could put programs into a folder; None if only the user and the user's groups can."""
-    if programs.stat().st_uid != os.geteuid():
-        return "belongs to another user, whose programs would run"
-    for folder in (programs, *programs.parents):
-        mode = folder.stat().st_mode
-        # In a sticky folder, such as /tmp, nobody can rename the folders of others.
-        if mode & stat.S_IWOTH and (folder == programs or not mode & stat.S_ISVTX):
-            place = "" if folder == programs else f"is in {folder}, which "
-            return f"{place}may be written by everybody, whose programs would run"
-    return None
 
 
 def _tell_faults(programs: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from icejax.checkpoint.gguf.config import FREQUENCIES, LONG, SHORT
 from icejax.checkpoint.gguf.metadata import Tensor
+from icejax.checks.errors import InputError
 
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 BLOCK = {
@@ -105,7 +106,11 @@ def mapped(raw: dict[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Mappe
 
 def _heads(raw: dict[str, Any], tensor: Tensor, module: str) -> int:
     """Returns the number of heads whose rows are interleaved in a tensor of a `llama` file; 0: none are, or they do not fit."""
-    heads = raw[PERMUTED[module]] if module in PERMUTED else 0
+    if module not in PERMUTED:
+        return 0
+    heads = raw.get(PERMUTED[module])
+    if not isinstance(heads, int):
+        raise InputError(f"config.json has no {PERMUTED[module]!r}: remove its folder and give the GGUF file, to make it again")
     return heads if heads and tensor.shape[0] % (2 * heads) == 0 else 0
 
 
