@@ -31,7 +31,8 @@ def test_200_steps_equal_the_reference(monkeypatch, look):
     assert_reference(monkeypatch, policy, (4000, 150, 20), STEPS, levels=3, reference=reference.Looked)
 
 
-@pytest.mark.parametrize("clock", [0, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("clock", [0, 7])
 def test_short_rows_and_late_ones_equal_the_reference(monkeypatch, clock):
     policy = Clustered(budget=48, page_size=8, candidates=1, opened=4, compact_every=32, look=4, looked=8)
     assert_reference(monkeypatch, policy, (250, 21), 70, levels=2, clock=clock, reference=reference.Looked)
@@ -82,7 +83,7 @@ def test_a_look_at_all_pages_is_nearly_exact(sizes, softcap):
 
 
 @pytest.mark.parametrize("sizes", [(21, 21), (16, 8), (24,)], ids=str)
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4, 8])
 def test_codes_come_back_from_their_bytes(bits, sizes):
     rng = np.random.default_rng(0)
     k, *v = (jnp.asarray(rng.standard_normal((2, 3, 5, 8, size)), jnp.float32) for size in sizes)

@@ -34,7 +34,11 @@ def attend(q, k, v, mask, near, *, scoring: Scoring, wanted: int, dtype: str = "
 
 
 @pytest.mark.parametrize("wanted", [20, P * SLOTS])
-@pytest.mark.parametrize(("softcap", "latent"), [(None, False), (2.0, False), (None, True)], ids=["plain", "capped", "latent"])
+@pytest.mark.parametrize(
+    ("softcap", "latent"),
+    [(None, False), pytest.param(2.0, False, marks=pytest.mark.slow), pytest.param(None, True, marks=pytest.mark.slow)],
+    ids=["plain", "capped", "latent"],
+)
 def test_the_best_tokens_and_the_rest_equal_numpy(monkeypatch, softcap, latent, wanted):
     """In three parts; of 104 slots the rest may be empty. In a latent layer keys hold the values."""
     monkeypatch.setattr(code_attention, "LEAST", 5)
@@ -62,7 +66,7 @@ def decoded(pages, row):
     )
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["tokens", "pages"])
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tokens", "pages"])
 def test_a_guess_chooses_tokens_or_pages(monkeypatch, whole):
     """The attention to the rest is that of the true queries; pages are chosen by the sum over their tokens."""
     monkeypatch.setattr(code_attention, "LEAST", 5)
@@ -105,6 +109,7 @@ def test_the_tail_counts_in_the_rest():
     np.testing.assert_allclose(tokens.rest.lse[1], np.logaddexp(lse, other_lse), rtol=0, atol=tolerances.EXACT)
 
 
+@pytest.mark.slow
 def test_bf16_decodes_and_attends_in_bf16():
     q, k, v, mask, near = drawn()
     exact, half = (attend(q, k, v, mask, near, scoring=Scoring(0.25), wanted=20, dtype=x)[1] for x in ("float32", "bfloat16"))

@@ -118,6 +118,7 @@ def test_models_of_codes_have_transformers_logits(name, kind, changes, tmp_path,
     np.testing.assert_allclose(all_logits(ours, prompt, Full()), reference(theirs, prompt), rtol=0, atol=tolerances.LOGITS)
 
 
+@pytest.mark.slow
 def test_experts_of_codes_in_host_memory_give_the_same_logits(tmp_path, as_codes):
     theirs, prompt = families.build(families.row("qwen3_moe-plain"), head_dim=16, moe_intermediate_size=32), families.tokens(40)
     ours = load_model(gguf_files.write(theirs, tmp_path / "model.gguf", "Q4_1"), experts_on_host=3)
