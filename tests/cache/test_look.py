@@ -55,6 +55,7 @@ def spec(**sizes) -> CacheSpec:
     return CacheSpec(**shape | dict(dtype="bfloat16") | sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "softcap"),
     [

@@ -32,6 +32,7 @@ def test_rows_that_join_late_equal_the_reference(monkeypatch):
     assert_reference(monkeypatch, policy, (250, 21, 7), 70, levels=None, clock=7, reference=reference.Packed)
 
 
+@pytest.mark.slow
 def test_codes_go_where_their_pages_go():
     rng, size = np.random.default_rng(0), (1, 2, 6, 8, 16)
     spec = CacheSpec(

@@ -237,6 +237,7 @@ def test_a_gguf_file_converts_to_an_icejax_folder(tmp_path, capsys):
     same_logits(theirs, tmp_path / "back")
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_rounded_as_it_is_read(tmp_path):
     theirs, prompt = families.build(families.row("qwen2-plain")), families.tokens(LENGTH)
     file = gguf_files.write(theirs, tmp_path / "model.gguf")
