@@ -51,7 +51,7 @@ class PoolSpec:
         planes: vectors per slot: 2 for keys and values, 1 for keys alone.
         dtype: dtype of the pages, by name.
         compact_every: decoded tokens between two compactions, which pack their pages anew; 0: never.
-        codes: bytes of the codes that are kept of a page beside it; 0: none.
+        codes: bytes of a page's codes, in the pool's second array; 0: pages have none.
     """
 
     pages: int

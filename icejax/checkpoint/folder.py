@@ -123,7 +123,7 @@ def _gguf_model(folder: Path) -> Path | None:
 
 
 def _snapshot(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
-    """Returns the folder of a hub id in the hub's cache, after downloading what is missing of the files named by `patterns`."""
+    """Returns the folder of a hub id in the hub's cache, after downloading the missing files of those that `patterns` name."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, RevisionNotFoundError
 

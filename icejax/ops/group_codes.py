@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped, UInt
 
 GROUP = 32  # numbers that share a scale, in llama.cpp's formats and in KIVI's code
+DECODED = 2048  # slots that a step decodes at a time; a whole cache in fp32 would outgrow its codes
 LARGEST = float(jnp.finfo(jnp.float16).max)
 
 

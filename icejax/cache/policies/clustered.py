@@ -185,19 +185,19 @@ class Clustered(DigestPages):
         return attended, found, replace(state, weights=weights.reshape(state.weights.shape), fetched=fetched)
 
     def _look(
-        self, state: ScaledState, heads: Heads, near: Near, found: Selection, view: View
+        self, state: ScaledState, heads: Heads, near: Near, selected: Selection, view: View
     ) -> tuple[Attended, Selection, ScaledState]:
         """Fetches the codes of the selected pages, and then keys and values of their best tokens."""
-        ids, p, pool = found.ids, self.page_size, view.pool
+        ids, p, pool = selected.ids, self.page_size, view.pool
         with jax.named_scope("fetch"):
-            (codes,), fetched_pages = pool.codes.fetch_live(ids, found.counts > 0)
+            (codes,), fetched_pages = pool.codes.fetch_live(ids, selected.counts > 0)
         with jax.named_scope("attend"):
             sizes = (heads.k.shape[-1], heads.v.shape[-1])[: pool.pages.shape[-3]]
-            pages = self._codes(sizes).read(codes[..., 0, :], found.counts)
+            pages = self._codes(sizes).read(codes[..., 0, :], selected.counts)
             wanted = self.num_fetched(self.index.counts(state.index).shape[-1])
-            tokens = tokens_by_codes(heads, near, pages, found.tail, page_size=p, bits=self.look, wanted=wanted)
+            tokens = tokens_by_codes(heads, near, pages, selected.tail, page_size=p, bits=self.look, wanted=wanted)
             slots = jnp.take_along_axis(ids, tokens.ids // p, axis=2, mode="promise_in_bounds") * p + tokens.ids % p
-        best = replace(found, ids=slots, counts=tokens.counts, tail=tokens.rest)
+        best = replace(selected, ids=slots, counts=tokens.counts, tail=tokens.rest)
         attended, best, state = super().fetch_and_attend(state, heads, near, best, view)
         slot = pool.pages.shape[-3] * pool.pages.shape[-1] * pool.pages.dtype.itemsize
         fetched = state.fetched - (-fetched_pages * codes.shape[-1] // slot)  # codes count as so many slots, rounded up

@@ -19,11 +19,10 @@ from icejax.cache.sizes import CacheSpec
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer, one_of
 from icejax.ops.attention.dense import BLOCK, Attended, attend_all, attend_blocks, causal_with_lse, merge_by_lse
-from icejax.ops.group_codes import GROUP, decode_evenly, encode_evenly, grouped, groups_of
+from icejax.ops.group_codes import DECODED, GROUP, decode_evenly, encode_evenly, grouped, groups_of
 from icejax.ops.slots import append_text, per_head, split_heads
 
 BITS = (2, 4)
-DECODED = 2048  # slots that a step decodes at a time; a whole cache in fp32 would outgrow its codes
 
 
 @jax.tree_util.register_dataclass

@@ -19,10 +19,9 @@ from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, 
 from icejax.cache.sizes import CacheSpec
 from icejax.ops import group_codes
 from icejax.ops.attention.dense import BLOCK, Attended, attend_blocks
-from icejax.ops.group_codes import GROUP
+from icejax.ops.group_codes import DECODED, GROUP
 from icejax.ops.slots import append, append_text, split_heads
 
-DECODED = 2048  # slots that a step decodes at a time; a whole cache in fp32 would outgrow its codes
 SMALLEST_TURN = 64  # channels of llama.cpp's smallest rotation
 
 

@@ -203,7 +203,7 @@ def allocate(shape: tuple[int, ...], dtype: str, codes: int = 0, *, limit: int |
     """Returns an empty pool of `shape` [E, L, 64, K, planes, rows, W] for pages of `dtype`: the model's, or "int8".
 
     Args:
-        codes: bytes of a page's codes; 0: none are kept.
+        codes: bytes of a page's codes; 0: pages have none.
         limit: the most bytes of host memory to take; None: all free memory.
 
     Raises:

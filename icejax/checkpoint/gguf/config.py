@@ -61,7 +61,7 @@ class _Source:
         return self.fields.take(f"{self.architecture}.{name}", str, default=default)
 
     def vector(self, name: str) -> list[float] | None:
-        """Returns the numbers of a tensor with one axis; None: there is no such tensor."""
+        """Returns the numbers of a tensor with one axis; None: the file has no such tensor."""
         if name not in self.tensors:
             return None
         if len(shape := self.tensors[name].shape) != 1 or shape[0] > 2**12:

@@ -150,7 +150,7 @@ def _make(folder: Path, model: Model) -> None:
 
 
 def _stem(name: str) -> str:
-    """Returns the beginning of a folder's name: what is readable of the file's."""
+    """Returns the beginning of a folder's name: the letters, digits, dots and dashes of the file's."""
     match = PART.fullmatch(name)
     stem = match[1] if match is not None else re.sub(r"\.gguf$", "", name, flags=re.IGNORECASE)
     return re.sub(r"[^\w.-]+", "_", stem).strip(".").encode()[:80].decode(errors="ignore") or "model"

@@ -59,7 +59,7 @@ class PreTokenizer:
 
     Attributes:
         expressions: regular expressions, applied one after another.
-        whole_words: whether a word that is a token is taken as it is, without merges.
+        whole_words: whether a word that is a token stays whole, without merges.
         adds_bos: whether bos stands in front of a text where the file does not say so.
         composes: whether characters are composed first (Unicode's form NFC), as the published files do and llama.cpp does not.
     """

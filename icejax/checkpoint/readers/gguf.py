@@ -82,7 +82,7 @@ def _is_coded(entry: Mapped) -> bool:
 
 
 def _dtype(entry: Mapped) -> str:
-    """Returns the dtype of a tensor's numbers: that of its floats, float32 for codes and for what is computed."""
+    """Returns the dtype of a tensor's numbers: that of its floats, float32 for codes and computed numbers."""
     for tensor in entry.stored:
         if tensor.type not in FLOATS and (tensor.type not in CODES or len(tensor.shape) == 1):
             raise InputError(f"{tensor.file}: {entry.key} is stored in {tensor.type}, which is not read: take another file")
