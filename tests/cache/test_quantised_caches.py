@@ -140,6 +140,9 @@ def test_codes_are_ggml_bit_for_bit(policy, kind):
     x = rng.standard_normal((5000, 64)) * np.exp(2 * rng.standard_normal((5000, 1)))
     x[:1000] = np.round(2 * x[:1000]) / 2  # halves, which are rounded away from 0, and equal magnitudes
     x[:2] = 0
+    # Magnitudes beside those whose scale lies halfway between two of fp16: there a product by 1/127 for the quotient shows.
+    halfway = ((np.arange(1024, 2048) + 0.5) * 2.0**-17 * 127).astype(np.float32)
+    x[-2048:] = np.concatenate([np.nextafter(halfway, side, dtype=np.float32) for side in (0, 1)])[:, None]
     expected = quants.quantize(x.astype(np.float32), getattr(quants.GGMLQuantizationType, kind))
     state = state_of(policy, x.astype(np.float32))
     scale = np.asarray(state.k.scale)[0, : len(x), :, None].view(np.uint8)
