@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from icejax.api.prompts import encode_prompts
+from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
 from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.sampling import check_bias
@@ -32,8 +33,20 @@ def jobs_of(
     for i, (request, options) in enumerate(zip(prompts, answers, strict=True)):
         tokens = np.asarray(encode_prompts(model, tokenizer, [request], **texts)[0], np.int32)
         limit = min(options.max_new_tokens, context_length - len(tokens))
+        forced = request.forced_tokens or ()
+        if limit < len(forced):
+            raise InputError(
+                f"prompt {request.index + 1} has {len(tokens)} tokens and {len(forced)} forced ones: "
+                f"expected at most {context_length} in all, the context length"
+            )
+        if max(forced, default=0) >= model.config.vocab_size:
+            raise InputError(
+                f"prompt {request.index + 1}: forced_tokens has {max(forced)} and the model knows {model.config.vocab_size}: "
+                "give token ids of this model"
+            )
         seed, index = (answer.seed, request.index) if request.seed is None else (request.seed, 0)
         fields = dict(tokens=tokens, options=options, limit=limit, started=started, index=i, number=request.index + 1)
+        fields |= dict(forced=forced)
         for sample in range(n):
             draw = seed, (index + sample * SAMPLE_STEP) % 2**32
             jobs.append(Job(draw=draw, sample=sample, samples=n, salt=str(i), **fields))  # a text depends on its prompt alone

@@ -78,9 +78,11 @@ class Request:
         sampling, max_new_tokens, stop, special_tokens, parse_special, logprobs: as in `AnswerOptions`.
         seed: seed of this prompt's draws, which then do not depend on its index.
         index: number of the prompt in its run, from 0, folded into the call's seed; None: its place in the call.
+        forced_tokens: token ids that are the answer, in place of the model's choices (teacher forcing). They alone end it, and
+            `logprobs` gives the log-probability of each. None: the model answers.
 
     Raises:
-        InputError: the index or a flag is out of range, or `sampling` is no `Sampling`.
+        InputError: the index, a forced token or a flag is out of range, or `sampling` is no `Sampling`.
     """
 
     prompt: Prompt
@@ -92,11 +94,17 @@ class Request:
     parse_special: bool | None = None
     logprobs: int | None = None
     index: int | None = None
+    forced_tokens: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         checked_sampling(self.sampling)
         if self.index is not None:
             integer("index", self.index, least=0, most=2**32 - 1)
+        if self.forced_tokens is not None:
+            if not len(self.forced_tokens):
+                raise InputError("forced_tokens must hold at least one token id, got none: leave it out, or name the answer")
+            forced = tuple(integer("a token of forced_tokens", token, least=0) for token in self.forced_tokens)
+            object.__setattr__(self, "forced_tokens", forced)
         flags = dict(special_tokens=self.special_tokens, parse_special=self.parse_special)
         _check_flags(**{name: value for name, value in flags.items() if value is not None})
 
@@ -107,6 +115,8 @@ class Request:
             InputError: an option of the request is out of range.
         """
         values = {field.name: getattr(self, field.name, None) for field in fields(AnswerOptions)}
+        if self.forced_tokens is not None:
+            values |= dict(max_new_tokens=len(self.forced_tokens), stop=())
         return replace(others, **{name: value for name, value in values.items() if value is not None})
 
 

@@ -57,7 +57,9 @@ class DecodeLoop:
 
         A row that has ended or failed leaves `rows`. A row fails if its logits are not finite, or the tokenizer fails.
         """
-        run, rows, pending = self.run, dict(self.rows), self.run.step
+        run, rows = self.run, dict(self.rows)
+        run.force({at: row.next_forced for at, row in rows.items() if row.forced})
+        pending = run.step
         outgrown = {at: run.take_out(at) for at, row in rows.items() if row.reaches(run.decoding.plan.renewal)}
         is_step = not all(at in outgrown or row.ends_with_next() for at, row in rows.items())
         # The next step runs while the host reads this one's tokens. The first token does not wait for the step to compile.

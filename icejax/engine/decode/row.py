@@ -30,6 +30,7 @@ class Row:
         limit: maximum number of answer tokens.
         fed: number of tokens that ran before the first answer token: the prompt, or a session's newest text.
         logprobs: number of most likely tokens to report with each token; None: no log-probabilities.
+        forced: tokens of the answer in place of the model's choices; empty: the model answers.
         finish_reason: `stop`, `length`, or None while the row goes on.
     """
 
@@ -46,6 +47,7 @@ class Row:
         number: int = 1,
         fed: int | None = None,
         logprobs: int | None = None,
+        forced: Sequence[int] = (),
         started: Mark | None = None,
     ) -> None:
         """Begins a row without tokens, whose prefill begins now.
@@ -57,12 +59,18 @@ class Row:
         self.index, self.sample, self.number = index, sample, number
         self.fed = len(prompt) if fed is None else fed
         self.tokens: list[int] = []
+        self.forced = forced
         self.totals = NOTHING
         self.finish_reason: str | None = None
         self._text, self._splitter = Detokenizer(tokenizer, stop, before=self.prompt), splitter(tokenizer, self.prompt)
         self._eos, self.limit = eos, limit
         self._started, self._prefill_from = started or Mark.now(), time.perf_counter()
         self._ready, self._read_at = self._started, list[float]()
+
+    @property
+    def next_forced(self) -> int | None:
+        """The next token, if the model does not choose it."""
+        return self.forced[len(self.tokens)] if self.forced else None
 
     def ends_with_next(self) -> bool:
         """Whether the row has ended, or reaches its token limit with the next token."""
@@ -92,7 +100,7 @@ class Row:
         self._read_at.append(time.perf_counter())
         self.tokens.append(token)
         self.totals = self.totals.plus(counters)
-        ends = token in self._eos
+        ends = token in self._eos and not self.forced
         text = "" if ends else self._text.add(token)
         special = None if ends or self._text.stopped else self._text.special(token)
         if ends or self._text.stopped:

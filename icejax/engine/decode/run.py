@@ -51,6 +51,15 @@ class Run:
         if self.watch is not None:
             self.watch(self.state)
 
+    def force(self, tokens: dict[int, int]) -> None:
+        """Replaces the newest tokens of some rows, which then have not ended; a row whose logits are not finite stays so."""
+        if tokens:
+            rows, newest = np.zeros(len(self.state.done), bool), np.zeros(len(self.state.done), np.int32)
+            rows[list(tokens)], newest[list(tokens)] = True, list(tokens.values())
+            counters, done = _forced(self.step.counters, self.state.done, rows, newest)
+            self.step = replace(self.step, counters=counters)
+            self.state = replace(self.state, last_tokens=jnp.copy(self.step.tokens), done=done)
+
     def end(self, rows: Sequence[bool]) -> None:
         """Marks the rows where `rows` is true as ended: no pages and experts are fetched for them any more."""
         self.state = replace(self.state, done=self.state.done | np.asarray(rows))
@@ -99,6 +108,13 @@ class Run:
             return []
         token = int(self.fed.tokens[0])
         return [] if token == NOT_FINITE else [token]
+
+
+@jax.jit
+def _forced(counters: jax.Array, done: jax.Array, rows: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns a step's counters with the `tokens` of some `rows`, and the rows that have ended."""
+    rows &= counters[0] != NOT_FINITE
+    return counters.at[0].set(jnp.where(rows, tokens, counters[0])), done & ~rows
 
 
 def resumed_run(model: CausalLM, plan: Plan, cache: KVCache, pool: Pool | None) -> Run:

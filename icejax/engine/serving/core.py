@@ -61,6 +61,7 @@ class Job:
         salt: prompts share cached prefixes only with prompts of the same salt.
         sample: number of the answer among the answers to the prompt, from 0.
         samples: number of answers to the prompt.
+        forced: tokens of the answer in place of the model's choices; empty: the model answers.
     """
 
     tokens: np.ndarray
@@ -73,11 +74,12 @@ class Job:
     salt: str = ""
     sample: int = 0
     samples: int = 1
+    forced: tuple[int, ...] = ()
 
     def row(self, tokenizer: Any, eos: tuple[int, ...]) -> Row:
         """Returns the record of the row that answers the prompt, whose prefill begins now."""
         options = dict(index=self.index, number=self.number, logprobs=self.options.logprobs, started=self.started)
-        options |= dict(sample=self.sample)
+        options |= dict(sample=self.sample, forced=self.forced)
         return Row(tokenizer, self.options.stop, eos, self.tokens.tolist(), self.limit, **options)
 
 
