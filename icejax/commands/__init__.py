@@ -3,6 +3,7 @@
 COMMANDS = {
     "generate": "answer prompts",
     "chat": "talk with a model",
+    "evaluate": "score a model and its cache on benchmarks",
     "convert": "turn a Hugging Face folder into an icejax folder, or back",
     "doctor": "tell what this machine can do",
     "sessions": "list, verify or remove what is kept",

@@ -92,6 +92,29 @@ def chat_parser(name: str) -> Parser:
     return parser
 
 
+def evaluate_parser(name: str) -> Parser:
+    """Returns the parser of `evaluate`; names are those of lm-evaluation-harness."""
+    parser = Parser(prog=name, description="Score a model with a cache on tasks of lm-evaluation-harness.")
+    tasks = parser.add_argument_group("tasks")
+    tasks.add_argument("-t", "--tasks", required=True, metavar="NAMES", help="comma-separated, such as gsm8k,hellaswag")
+    tasks.add_argument("--data", type=Path, metavar="DIR", help="read tasks from files in DIR, where icejax knows their names")
+    tasks.add_argument("--include-path", type=Path, metavar="DIR", help="a folder with task files (YAML) of your own")
+    tasks.add_argument("-L", "--limit", type=int, metavar="N", help="samples of each task (default: all)")
+    tasks.add_argument("-k", "--num-fewshot", "--num_fewshot", type=int, metavar="K", help="examples (default: the task's)")
+    gen_help = "options of the answers over the task's, as in max_gen_toks=64,temperature=0.5"
+    tasks.add_argument("--gen-kwargs", "--gen_kwargs", metavar="KEY=VALUE,...", help=gen_help)
+    tasks.add_argument("--chat", "--apply_chat_template", action="store_true", help="put prompts into the chat template")
+    tasks.add_argument("--system", "--system_instruction", metavar="TEXT", help="system message, with --chat")
+    tasks.add_argument("--against", metavar="CACHE", help="score this cache too, and the difference sample by sample")
+    tasks.add_argument("--batch-size", type=int, default=4, metavar="N", help="rows that run together (default: %(default)s)")
+    output_help = "where scores, samples and answers are written; a run that is there goes on (default: evaluation)"
+    tasks.add_argument("-o", "--output", type=Path, default=Path("evaluation"), metavar="DIR", help=output_help)
+    _add_quiet(parser)
+    _add_model(parser)
+    _add_cache(parser)
+    return parser
+
+
 def _add_quiet(group: argparse._ActionsContainer) -> None:
     group.add_argument("--quiet", action="store_true", help="show neither progress nor a table of the cost")
 

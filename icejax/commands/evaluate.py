@@ -1,0 +1,105 @@
+"""The command ``icejax evaluate``: tasks of lm-evaluation-harness on a model with a cache, one cache or two in pairs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from icejax.cache.options import make_policy
+from icejax.cache.protocol import CachePolicy
+from icejax.cache.registry import display_name
+from icejax.checks.errors import InputError
+from icejax.checks.numbers import integer
+from icejax.commands import options
+from icejax.commands.loading import load
+from icejax.commands.process import ending, write
+from icejax.engine.snapshot.fingerprint import fingerprint, weights_sum
+from icejax.evaluation.answers import Answers
+from icejax.evaluation.paired import difference
+from icejax.files import private
+from icejax.models.decoder import CausalLM
+from icejax.runtime.out_of_memory import report_out_of_memory
+
+if TYPE_CHECKING:
+    from icejax.evaluation.scores import Scores
+
+
+def main(argv: list[str] | None = None, *, name: str) -> int:
+    """Runs the command line and returns the exit status of `process.ending`."""
+    return ending(name, lambda: _parse_and_run(argv, name))
+
+
+def _parse_and_run(argv: list[str] | None, name: str) -> None:
+    arguments = options.evaluate_parser(name).parse_args(argv)
+    if importlib.util.find_spec("lm_eval") is None:
+        raise InputError("the benchmarks are those of lm-eval, which is not installed: pip install 'icejax[evaluate]'")
+    with report_out_of_memory("use a smaller --batch-size or --context-length, or a 16-bit --dtype", None):
+        _run(arguments, Console(stderr=True))
+
+
+def _run(arguments: argparse.Namespace, console: Console) -> None:
+    for name, least in (("batch_size", 1), ("limit", 1), ("num_fewshot", 0)):
+        if getattr(arguments, name) is not None:
+            integer("--" + name.replace("_", "-"), getattr(arguments, name), least=least, most=2**31)
+    if arguments.system is not None and not arguments.chat:
+        raise InputError("--system needs --chat: it is a message of the chat template")
+    policies = [options.policy(arguments)]
+    if arguments.against is not None:
+        policies.append(make_policy(arguments.against, {}))
+        if policies[0] == policies[1]:
+            raise InputError(f"--against {arguments.against} is the cache that is scored: name another one")
+    model, tokenizer = load(arguments, console)
+    if sys.modules["torch"] is None:  # transformers is loaded by now, and `datasets` fails at such an entry
+        del sys.modules["torch"]
+    scores = [_scores(arguments, model, tokenizer, policy) for policy in policies]
+    write(_table(policies, scores))
+
+
+def _scores(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any, policy: CachePolicy) -> Scores:
+    """Returns the scores of a cache, and writes them into its folder of the output."""
+    from icejax.evaluation.harness import HarnessModel
+    from icejax.evaluation.scores import evaluate
+
+    budget = "" if policy.budget is None else f"-{policy.budget}"
+    folder = arguments.output / f"{display_name(policy)}{budget}"
+    private.make_folder(folder)
+    identity = fingerprint(model, policy, tokenizer) | dict(weights=weights_sum(model), context=arguments.context_length)
+    sizes = dict(batch_size=arguments.batch_size, max_length=arguments.context_length)
+    answers = Answers(folder / "answers.jsonl", identity)
+    harness_model = HarnessModel(
+        model, tokenizer, cache=policy, host_memory_limit=options.memory_limit(arguments), answers=answers, **sizes
+    )
+    scores = evaluate(
+        harness_model,
+        arguments.tasks.split(","),
+        data=arguments.data,
+        include_path=arguments.include_path,
+        limit=arguments.limit,
+        num_fewshot=arguments.num_fewshot,
+        gen_kwargs=arguments.gen_kwargs,
+        apply_chat_template=arguments.chat,
+        system_instruction=arguments.system,
+    )
+    scores.save(folder)
+    return scores
+
+
+def _table(policies: list[CachePolicy], scores: list[Scores]) -> str:
+    """Returns a table of the scores of one cache or two, with the difference of two over the same samples."""
+    paired = len(scores) > 1
+    table = Table("task", "metric", *map(display_name, policies), *(["difference", "95% interval"] if paired else []))
+    for key in scores[0].totals:
+        cells = [f"{each.totals[key]:.4f} ± {each.errors.get(key, float('nan')):.4f}" for each in scores]
+        if paired and all(key in each.samples for each in scores):
+            mean, low, high = difference(*(each.samples[key] for each in scores))
+            cells += [f"{mean:+.4f}", f"{low:+.4f} to {high:+.4f}"]
+        table.add_row(*key, *cells)
+    shown = Console(width=160)
+    with shown.capture() as captured:
+        shown.print(table)
+    return captured.get()

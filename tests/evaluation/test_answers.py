@@ -1,0 +1,52 @@
+"""The record of answers: an interrupted run goes on, and answers of another model are refused."""
+
+import stat
+
+import pytest
+
+from icejax.checks.errors import InputError
+from icejax.evaluation.answers import Answers
+
+IDENTITY = dict(model="a", cache="full")
+
+
+def test_answers_are_read_again_and_a_torn_line_is_dropped(tmp_path):
+    file = tmp_path / "answers.jsonl"
+    first = Answers(file, IDENTITY)
+    one, two, three = (first.key(["generate_until", text, {}]) for text in ("one", "two", "three"))
+    first.add(one, "1")
+    first.add(two, [-2.5, True])
+    with file.open("ab") as torn:
+        torn.write(b'{"request": "' + three.encode())
+    again = Answers(file, IDENTITY)
+    assert (again[one], again[two], three in again) == ("1", [-2.5, True], False)
+    again.add(three, "3")
+    assert Answers(file, IDENTITY)[three] == "3"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("text", [b'{"cache": "full", "mo', b""])
+def test_a_file_that_ends_in_its_first_line_begins_anew(tmp_path, text):
+    file = tmp_path / "answers.jsonl"
+    file.write_bytes(text)
+    Answers(file, IDENTITY).add("k", 1)
+    assert Answers(file, IDENTITY)["k"] == 1
+
+
+def test_other_answers_are_refused_and_stay(tmp_path):
+    file = tmp_path / "answers.jsonl"
+    Answers(file, IDENTITY).add("k", 1)
+    before = file.read_bytes()
+    with pytest.raises(InputError, match="another model, cache or context length"):
+        Answers(file, IDENTITY | dict(cache="clustered"))
+    assert file.read_bytes() == before
+    file.write_bytes(before + b"[1]\n")
+    with pytest.raises(InputError, match="no file of answers"):
+        Answers(file, IDENTITY)
+    other = tmp_path / "notes.txt"
+    other.write_text("mine")
+    with pytest.raises(InputError, match="another model"):
+        Answers(other, IDENTITY)
+    assert other.read_text() == "mine"
+    with pytest.raises(InputError, match="cannot be used: Is a directory"):
+        Answers(tmp_path, IDENTITY)

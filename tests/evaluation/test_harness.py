@@ -1,0 +1,90 @@
+"""icejax as a model of lm-evaluation-harness: its log-likelihoods are transformers', and no request runs twice."""
+
+import copy
+
+import numpy as np
+import pytest
+
+import icejax
+from icejax.api.generate import ASSETS
+from icejax.cache.registry import Full
+from icejax.checks.errors import InputError
+from tests import tolerances
+
+instance = pytest.importorskip("lm_eval.api.instance")
+harness = pytest.importorskip("icejax.evaluation.harness")
+
+END = 256  # the bundled tokenizer's eos
+PAIRS = [("def add(a, b):\n    return ", "a + b"), ("import", " os"), ("x = [", "1, 2]\n"), ("", "import os")]
+
+
+def model_of(bundled, **options):
+    return harness.HarnessModel(*bundled, **dict(cache=Full(), batch_size=3) | options)
+
+
+def requests(kind: str, arguments: list[tuple]):
+    return [instance.Instance(kind, {}, args, i) for i, args in enumerate(arguments)]
+
+
+def reference(torch_model, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    import torch
+
+    with torch.no_grad():
+        logits = torch_model(torch.tensor([context + continuation])).logits[0, len(context) - 1 : -1].log_softmax(-1)
+    chosen = torch.tensor(continuation)
+    return float(logits[range(len(chosen)), chosen].sum()), bool((logits.argmax(-1) == chosen).all())
+
+
+@pytest.fixture(scope="module")
+def torch_model():
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(ASSETS, dtype=torch.float32)
+
+
+def test_log_likelihoods_equal_transformers(bundled, torch_model):
+    # The harness moves the spaces at a context's end into the continuation; a text without a context stands behind the end token.
+    pairs = [(a.rstrip(" "), a[len(a.rstrip(" ")) :] + b) for a, b in PAIRS]
+    expected = [reference(torch_model, list(a.encode()) or [END], list(b.encode())) for a, b in pairs]
+    got = model_of(bundled).loglikelihood(requests("loglikelihood", PAIRS), disable_tqdm=True)
+    tokens = np.asarray([len(b) for _, b in pairs])
+    difference = [a[0] - b[0] for a, b in zip(got, expected, strict=True)] / tokens
+    np.testing.assert_allclose(difference, 0, atol=tolerances.LOGITS)
+    assert [greedy for _, greedy in got] == [greedy for _, greedy in expected]
+    alone = model_of(bundled, batch_size=1).loglikelihood(requests("loglikelihood", PAIRS), disable_tqdm=True)
+    np.testing.assert_allclose([a for a, _ in got], [a for a, _ in alone], rtol=0, atol=tolerances.EXACT)
+
+
+def test_a_whole_text_counts_each_token_once(bundled, torch_model):
+    text = "import os\nimport sys\n\n\ndef add(a, b):\n"
+    tokens, size = list(text.encode()), 17
+    # The first window sees the end token before it; each later one the tokens before it, 16 in all.
+    windows = [([END], tokens[:16]), (tokens[15:16], tokens[16:32]), (tokens[len(tokens) - 17 : 32], tokens[32:])]
+    expected = sum(reference(torch_model, *window)[0] for window in windows)
+    model = model_of(bundled, max_length=size)
+    [got] = model.loglikelihood_rolling(requests("loglikelihood_rolling", [(text,)]), disable_tqdm=True)
+    assert got == pytest.approx(expected, abs=len(tokens) * tolerances.LOGITS)
+
+
+def test_answers_are_those_of_generate_and_come_once(bundled, monkeypatch):
+    contexts = ["import os\nimport ", "def f(a):\n    return "]
+    asked = [(text, dict(until=["\n"], max_gen_toks=12)) for text in contexts]
+    model = model_of(bundled)
+    got = model.generate_until(requests("generate_until", asked), disable_tqdm=True)
+    expected = icejax.generate(*bundled, contexts, cache=Full(), stop="\n", max_new_tokens=12)
+    assert got == [answer.text for answer in expected]
+    monkeypatch.setattr(harness, "stream_generate", None)  # a call would fail
+    assert model.generate_until(requests("generate_until", asked[::-1]), disable_tqdm=True) == got[::-1]
+
+
+def test_options_that_no_answer_has_are_refused(bundled):
+    model = model_of(bundled, max_length=64)
+    for options, message in (
+        (dict(num_beams=4), "generation_kwargs has num_beams"),
+        (dict(max_gen_toks=64), "a task asks for 64 new tokens, and --context-length is 64"),
+    ):
+        with pytest.raises(InputError, match=message):
+            model.generate_until(requests("generate_until", [("a", options)]), disable_tqdm=True)
+    endless = copy.copy(bundled[1])
+    endless.eos_token = None
+    with pytest.raises(InputError, match="names no eos token"):
+        model_of((bundled[0], endless)).loglikelihood(requests("loglikelihood", [("", "a")]), disable_tqdm=True)
