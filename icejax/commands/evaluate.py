@@ -48,6 +48,9 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
             integer("--" + name.replace("_", "-"), getattr(arguments, name), least=least, most=2**31)
     if arguments.system is not None and not arguments.chat:
         raise InputError("--system needs --chat: it is a message of the chat template")
+    for flag, folder in (("--data", arguments.data), ("--include-path", arguments.include_path)):
+        if folder is not None and not folder.is_dir():
+            raise InputError(f"{flag} must be a folder, got {folder}")
     policies = [options.policy(arguments)]
     if arguments.against is not None:
         policies.append(make_policy(arguments.against, {}))
