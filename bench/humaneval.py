@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.progress import track
 
 import icejax
-from bench import sandbox
 from bench.needle.evaluate import wilson
 from icejax.checks.errors import InputError
 from icejax.checks.json_file import parse
+from icejax.sandbox import programs
 
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # §3.2 of the paper: lines that begin after the function
 ASKED = "Complete this Python function. Answer with the whole function, in one block of code.\n\n```python\n{}```"
@@ -82,10 +82,10 @@ def _problem(line: str, source: str) -> Problem:
 def check_sandbox() -> None:
     """Raises InputError if the sandbox cannot run programs that import the standard library."""
     try:
-        if (end := sandbox.run("import collections, decimal, hashlib, heapq, json, math, random, re, typing")) == "passed":
+        if (end := programs.run("import collections, decimal, hashlib, heapq, json, math, random, re, typing")) == "passed":
             return
         fault = f"a program that only imports of the standard library {end}"
-    except sandbox.Unsafe as error:
+    except programs.Unsafe as error:
         fault = str(error)
     raise InputError(f"--run-code has no way to run programs safely here: {fault}; without it completions are only written")
 
@@ -139,7 +139,7 @@ def score(completions: Iterator[tuple[Problem, str]], file: Path, *, run_code: b
         raise InputError(f"--completions: {file} cannot be written: {error.strerror}") from None
     with lines:
         for problem, completion in completions:
-            ends.append(sandbox.run(problem.program(completion)) if run_code else "not run")
+            ends.append(programs.run(problem.program(completion)) if run_code else "not run")
             line = dict(task_id=problem.task_id, completion=completion, result=ends[-1])
             print(json.dumps(line), file=lines, flush=True)
     row = dict(problems=len(ends), completions=str(file), ran=run_code)

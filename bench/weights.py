@@ -6,9 +6,9 @@ are rounded, not activations. Perplexity is measured with exact attention, and p
 the same for every batch. Both need byte tokens: with another tokenizer they are left out, and `left_out` says why.
 
 `--humaneval FILE` adds pass@1 of HumanEval (`bench/humaneval.py`), the same for every batch. Completions are always written to
-a file. They are run only with `--run-code`, inside `bench/sandbox.py`, which closes the network and files. `--shape` takes
-random weights of a published shape instead of a checkpoint; `code_bytes` is their size on a GPU or TPU, where a four-bit code
-takes half a byte and not one.
+a file. They are run only with `--run-code`, inside `icejax/sandbox/programs.py`, which closes the network and files. `--shape`
+takes random weights of a published shape instead of a checkpoint; `code_bytes` is their size on a GPU or TPU, where a four-bit
+code takes half a byte and not one.
 """
 
 from __future__ import annotations

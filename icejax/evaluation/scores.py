@@ -13,6 +13,7 @@ import lm_eval
 from lm_eval.tasks import TaskManager
 
 from icejax.checks.errors import InputError
+from icejax.evaluation import code
 from icejax.evaluation.harness import HarnessModel
 from icejax.evaluation.tasks import with_local_data
 from icejax.files import private
@@ -61,7 +62,7 @@ def evaluate(
         InputError: a task is unknown, its data cannot be had, or an option is out of range.
     """
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
-    unknown = [name for name in names if not manager.match_tasks([name])]
+    unknown = [name for name in names if not (manager.match_tasks([name]) or (data is not None and name in code.FILES))]
     if unknown:
         raise InputError(f"no task is named {unknown[0]}: lm-eval ls tasks shows all names, and --include-path adds your own")
     try:

@@ -13,6 +13,7 @@ import lm_eval
 import yaml
 
 from icejax.checks.errors import InputError
+from icejax.evaluation import code
 
 # The harness's own description of a task, and the file of each split in the data folder.
 LOCAL = {
@@ -22,12 +23,14 @@ LOCAL = {
 
 
 def with_local_data(names: list[str], data: Path | None) -> list[str | dict[str, Any]]:
-    """Returns the tasks; one in `LOCAL` reads its files in `data`, unless `data` is None.
+    """Returns the tasks; one in `LOCAL` or of `code` reads its files in `data`, unless `data` is None.
 
     Raises:
         InputError: a file is missing.
     """
-    return [name if data is None or name not in LOCAL else _local(name, data) for name in names]
+    if data is None:
+        return names
+    return [code.task(name, data) if name in code.FILES else _local(name, data) if name in LOCAL else name for name in names]
 
 
 def _local(name: str, data: Path) -> dict[str, Any]:

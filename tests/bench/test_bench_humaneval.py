@@ -10,7 +10,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 import icejax
-from bench import humaneval, sandbox, weights
+from bench import humaneval, weights
+from icejax.sandbox import programs
 from tests.helpers import chat_templates, families
 
 RAW = dict(
@@ -103,7 +104,7 @@ def test_the_first_space_of_a_line_is_kept(chat, monkeypatch):
 @pytest.mark.slow
 def test_the_row_says_that_nothing_ran(file, tmp_path, capsys, monkeypatch):
     """The tokenizer is not of bytes. The completions equal those of `generate`."""
-    monkeypatch.setattr(sandbox, "run", None)
+    monkeypatch.setattr(programs, "run", None)
     folder = tmp_path / "model"
     hf_model = families.build(families.row("llama-gqa"), vocab_size=300, max_position_embeddings=2048)
     model, tokenizer = families.load(hf_model, folder), chat_templates.tokenizer("qwen2.5")
@@ -148,12 +149,12 @@ def test_bad_options_are_one_line(file, tmp_path, capsys, line, message):
 
 def test_no_code_is_run_where_it_is_not_safe(file, capsys, monkeypatch):
     def unsafe(program):
-        raise sandbox.Unsafe("no Landlock")
+        raise programs.Unsafe("no Landlock")
 
     refused = "--run-code has no way to run programs safely here: {}; without it completions are only written"
-    monkeypatch.setattr(sandbox, "run", unsafe)
+    monkeypatch.setattr(programs, "run", unsafe)
     _refused(capsys, f"--run-code --humaneval {file}", refused.format("no Landlock"))
-    monkeypatch.setattr(sandbox, "run", lambda program: "failed")
+    monkeypatch.setattr(programs, "run", lambda program: "failed")
     missing = "a program that only imports of the standard library failed"
     _refused(capsys, f"--run-code --humaneval {file}", refused.format(missing))
 
@@ -178,6 +179,6 @@ def test_completions_that_cannot_be_written_are_one_line(file, tmp_path, capsys)
 @pytest.fixture
 def sandboxed():
     try:
-        sandbox.run("")
-    except sandbox.Unsafe as missing:
+        programs.run("")
+    except programs.Unsafe as missing:
         pytest.skip(f"this machine lacks {missing}")

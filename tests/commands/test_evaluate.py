@@ -21,7 +21,10 @@ doc_to_target: "{{{{answer}}}}"
 generation_kwargs: {{until: ["\\n"], max_gen_toks: 8}}
 metric_list: [{{metric: exact_match}}]
 """
-LINES = [dict(text="Pass key tb:94864.\nPass key tb:", answer="94864."), dict(text="Pass key tb:94864.\nPass key tb:", answer="1")]
+LINES = [
+    dict(text="Pass key tb:94864.\nPass key tb:", answer="94864."),
+    dict(text="Pass key tb:94864.\nPass key tb:", answer="1"),
+]
 
 
 def run(*arguments) -> int:
@@ -41,7 +44,18 @@ def tasks(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_two_caches_are_scored_in_pairs_and_a_run_goes_on(tmp_path, tasks, capsys, monkeypatch):
     output = tmp_path / "scores"
-    command = ["--tasks", "letters", "--include-path", tasks, "--output", output, "--context-length", 512, "--compile-cache", "none"]
+    command = [
+        "--tasks",
+        "letters",
+        "--include-path",
+        tasks,
+        "--output",
+        output,
+        "--context-length",
+        512,
+        "--compile-cache",
+        "none",
+    ]
     assert run(*command, "--cache", "clustered", "--budget", 96, "--against", "full") == 0
     table = capsys.readouterr().out
     assert "clustered" in table and "0.5000" in table and "+0.0000 to +0.0000" in table

@@ -1,4 +1,4 @@
-"""A sandbox for untrusted programs, on Linux from 6.2: ``run(program)``, for `bench.humaneval`.
+"""A sandbox for untrusted programs, on Linux from 6.2: ``run(program)``, for benchmarks of code.
 
 The program has no network, sees no other process and can write only inside one temporary folder. The means are namespaces
 (unshare(2)), read-only mounts (mount_setattr(2)), and Landlock, which prevents new mounts and closes devices. Environment,

@@ -1,4 +1,4 @@
-"""`bench.sandbox`: results of programs, limits of time and memory, and attempts to escape that must fail."""
+"""`icejax.sandbox.programs`: results of programs, limits of time and memory, and attempts to escape that must fail."""
 
 import os
 import re
@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from bench import sandbox
+from icejax.sandbox import programs
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _skip_without_sandbox():
     try:
-        sandbox.run("")
-    except sandbox.Unsafe as missing:
+        programs.run("")
+    except programs.Unsafe as missing:
         pytest.skip(f"this machine lacks {missing}")
 
 
 def test_only_a_program_that_comes_to_its_end_passes():
-    assert sandbox.run("import math\nassert math.gcd(4, 6) == 2") == "passed"
-    assert sandbox.run("import os\nos._exit(0)\nassert False") == "failed"
+    assert programs.run("import math\nassert math.gcd(4, 6) == 2") == "passed"
+    assert programs.run("import os\nos._exit(0)\nassert False") == "failed"
 
 
 @pytest.mark.slow
@@ -45,7 +45,7 @@ def test_only_a_program_that_comes_to_its_end_passes():
     ],
 )  # fmt: skip
 def test_what_does_not_come_to_its_end_fails(program):
-    assert sandbox.run(program) == "failed"
+    assert programs.run(program) == "failed"
 
 
 @pytest.mark.slow
@@ -54,11 +54,11 @@ def test_what_does_not_come_to_its_end_fails(program):
 )
 def test_time_is_limited(program):
     started = time.perf_counter()
-    assert sandbox.run(program, seconds=1) == "timed out"
+    assert programs.run(program, seconds=1) == "timed out"
     assert time.perf_counter() - started < 15
 
 
-# Attempt -> program, and the exception that it must raise in the sandbox.
+# Attempt -> program, and the exception that it must raise in the programs.
 ATTEMPTS = {
     "memory": ("x = bytearray(2**30)", "MemoryError"),
     "processes": ("import os, time\nfor _ in range(20):\n  if not os.fork(): time.sleep(5); os._exit(0)", "BlockingIOError"),
@@ -100,7 +100,7 @@ def test_a_program_is_kept_from(what, tmp_path):
             "the network",
             "datagrams",
         ) else None  # it works outside the sandbox
-        assert sandbox.run(f"try:\n  exec({program!r})\nexcept {error}: pass\nelse: assert False") == "passed"
+        assert programs.run(f"try:\n  exec({program!r})\nexcept {error}: pass\nelse: assert False") == "passed"
     assert (
         outside_file.read_text() == "kept" and _metadata(outside_file) == before and list(tmp_path.iterdir()) == [outside_file]
     )
@@ -113,19 +113,19 @@ def _metadata(file: Path) -> tuple:
 
 @pytest.mark.slow
 def test_a_program_has_its_folder_while_it_runs_and_no_longer(tmp_path, monkeypatch):
-    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
-    assert sandbox.run("import os\nopen('a', 'w').write('b')\nos.mkdir('c')\nassert open('a').read() == 'b'") == "passed"
-    assert sandbox.run("open('/dev/null', 'w').write('x')") == "passed"
+    monkeypatch.setattr(programs.tempfile, "tempdir", str(tmp_path))
+    assert programs.run("import os\nopen('a', 'w').write('b')\nos.mkdir('c')\nassert open('a').read() == 'b'") == "passed"
+    assert programs.run("open('/dev/null', 'w').write('x')") == "passed"
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 def test_nothing_outlives_the_program_or_its_caller(tmp_path, monkeypatch):
     """Neither a child in its own session, nor the program itself when its caller is killed."""
-    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(programs.tempfile, "tempdir", str(tmp_path))
     program = "import os\nif not os.fork():\n  os.setsid()\n  open('/proc/self/comm').read()\n  while True: pass"
-    assert sandbox.run(program) == "passed" and not _sandbox_processes(str(tmp_path))
-    code = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\nfrom bench import sandbox; sandbox.run('while True: pass')"
+    assert programs.run(program) == "passed" and not _sandbox_processes(str(tmp_path))
+    code = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\nfrom icejax.sandbox import programs; programs.run('while True: pass')"
     caller = subprocess.Popen([sys.executable, "-c", code])
     _wait(lambda: len(_sandbox_processes(str(tmp_path))) >= 2)
     caller.kill()
@@ -141,7 +141,7 @@ def _sandbox_processes(text: str) -> list[str]:
             line = file.read_bytes().decode(errors="replace")
         except OSError:
             continue
-        lines += [line] if text in line and "sandbox.py" in line else []
+        lines += [line] if text in line and "programs.py" in line else []
     return lines
 
 
@@ -154,16 +154,16 @@ def _wait(condition) -> None:
 
 @pytest.mark.slow
 def test_where_something_is_missing_nothing_runs(tmp_path, monkeypatch):
-    code = "import sys\nfrom bench.sandbox import confine\nconfine(sys.argv[1])\nconfine(sys.argv[1])"  # the second fails
+    code = "import sys\nfrom icejax.sandbox.programs import confine\nconfine(sys.argv[1])\nconfine(sys.argv[1])"  # the second fails
     process = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     missing = "no namespaces of one's own, without a network (Operation not permitted)"
-    assert process.returncode == 1 and process.stderr.splitlines()[-1] == f"bench.sandbox.Unsafe: {missing}"
+    assert process.returncode == 1 and process.stderr.splitlines()[-1] == f"icejax.sandbox.programs.Unsafe: {missing}"
     (keeper := tmp_path / "keeper.py").write_text(
-        f"import sys\nprint({missing!r}, file=sys.stderr)\nsys.exit({sandbox.UNSAFE})"
+        f"import sys\nprint({missing!r}, file=sys.stderr)\nsys.exit({programs.UNSAFE})"
     )
-    monkeypatch.setattr(sandbox, "__file__", str(keeper))
-    with pytest.raises(sandbox.Unsafe, match=f"^{re.escape(missing)}$"):
-        sandbox.run("")
+    monkeypatch.setattr(programs, "__file__", str(keeper))
+    with pytest.raises(programs.Unsafe, match=f"^{re.escape(missing)}$"):
+        programs.run("")
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(sandbox.Unsafe, match="^darwin has no namespaces and no Landlock, Linux has$"):
-        sandbox.run("")
+    with pytest.raises(programs.Unsafe, match="^darwin has no namespaces and no Landlock, Linux has$"):
+        programs.run("")

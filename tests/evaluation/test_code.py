@@ -1,0 +1,80 @@
+"""HumanEval and HumanEval+: programs of completions, EvalPlus's comparison of results, and files of problems."""
+
+import gzip
+import json
+
+import pytest
+
+from icejax.checks.errors import InputError
+from icejax.sandbox import programs
+
+pytest.importorskip("lm_eval")
+from icejax.evaluation import code  # noqa: E402
+
+PROBLEM = dict(
+    task_id="Test/0",
+    prompt="def mean(x):\n",
+    entry_point="mean",
+    canonical_solution="    return sum(x) / len(x)\n",
+    test="def check(candidate):\n    assert candidate([1, 3]) == 2\n",
+)
+PLUS = PROBLEM | dict(base_input=[[[1, 3]]], plus_input=[[[0.1, 0.2, 0.3]], [[5]]], atol=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _skip_without_sandbox():
+    try:
+        programs.run("")
+    except programs.Unsafe as missing:
+        pytest.skip(f"this machine lacks {missing}")
+
+
+def write(folder, *lines: dict):
+    file = folder / "problems.jsonl.gz"
+    file.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+    return file
+
+
+def end(problem: dict, completion: str) -> str:
+    return programs.run(code.program(problem, completion))
+
+
+def test_a_completion_passes_by_the_tests_that_its_file_has(tmp_path):
+    plain, plus = code.problems(write(tmp_path, PROBLEM, PLUS))
+    for completion, ends in (
+        ("    return sum(x) / len(x)\n", ("passed", "passed")),
+        ("    return sum(x) / len(x) + 1e-8\n", ("failed", "passed")),  # EvalPlus compares floats to 1e-6
+        ("    return sum(x) / len(x) + 1e-5\n", ("failed", "failed")),
+        ("    return sum(x) / 2\n", ("passed", "failed")),  # only EvalPlus asks for other lengths
+        ("    x.append(0)\n    return sum(x) / (len(x) - 1)\n", ("passed", "passed")),  # each side has inputs of its own
+    ):
+        assert (end(plain, completion), end(plus, completion)) == ends, completion
+
+
+@pytest.mark.parametrize(
+    "result, ends",
+    [("[0.5, 1]", "passed"), ("(0.5, 1)", "failed"), ("[0.5]", "failed"), ("[0.5, 1.00001]", "failed"), ("None", "failed")],
+)
+def test_lists_are_compared_exactly_unless_all_their_numbers_are_floats(tmp_path, result, ends):
+    problem = PLUS | dict(canonical_solution="    return [0.5, 1]\n", plus_input=[])
+    [problem] = code.problems(write(tmp_path, problem))
+    assert end(problem, f"    return {result}\n") == ends
+
+
+def test_any_zero_of_a_polynomial_is_right(tmp_path):
+    problem = PLUS | dict(
+        prompt="def find_zero(xs):\n", entry_point="find_zero", atol=1e-4, base_input=[[[-1, 0, 1]]], plus_input=[]
+    )
+    [problem] = code.problems(write(tmp_path, problem | dict(canonical_solution="    return 1.0\n")))
+    assert [end(problem, f"    return {x}\n") for x in (1.0, -1.0, 0.99999, 0.9)] == ["passed", "passed", "passed", "failed"]
+
+
+@pytest.mark.parametrize("line", [dict(prompt="def f():\n"), PLUS | dict(atol="a"), PLUS | dict(plus_input=3), [1]])
+def test_other_files_are_refused(tmp_path, line):
+    with pytest.raises(InputError, match="is no file of problems"):
+        code.problems(write(tmp_path, line))
+    with pytest.raises(InputError, match="has no none.gz"):
+        code.problems(tmp_path / "none.gz")
+    (tmp_path / "text.gz").write_text("{}")
+    with pytest.raises(InputError, match="is no file of problems"):
+        code.problems(tmp_path / "text.gz")
