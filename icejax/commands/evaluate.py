@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -21,12 +21,10 @@ from icejax.commands.process import ending, write
 from icejax.engine.snapshot.fingerprint import fingerprint, weights_sum
 from icejax.evaluation.answers import Answers
 from icejax.evaluation.paired import difference
+from icejax.evaluation.scores import Scores
 from icejax.files import private
 from icejax.models.decoder import CausalLM
 from icejax.runtime.out_of_memory import report_out_of_memory
-
-if TYPE_CHECKING:
-    from icejax.evaluation.scores import Scores
 
 
 def main(argv: list[str] | None = None, *, name: str) -> int:
@@ -66,7 +64,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
 def _scores(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any, policy: CachePolicy) -> Scores:
     """Returns the scores of a cache, and writes them into its folder of the output."""
     from icejax.evaluation.harness import HarnessModel
-    from icejax.evaluation.scores import evaluate
+    from icejax.evaluation.run import evaluate
 
     budget = "" if policy.budget is None else f"-{policy.budget}"
     folder = arguments.output / f"{display_name(policy)}{budget}"
