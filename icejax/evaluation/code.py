@@ -1,11 +1,13 @@
 """HumanEval and HumanEval+ as tasks of the harness: a model completes Python functions, and tests run on them in the sandbox.
 
 HumanEval is Chen et al. 2021 (arXiv 2107.03374), HumanEval+ Liu et al. 2023 (arXiv 2305.01210). The files are those of
-openai/human-eval and evalplus/humanevalplus_release; prompts and stop strings are the harness's own.
+openai/human-eval and evalplus/humanevalplus_release. Prompts and stop strings are the paper's. The `_instruct` tasks ask in the
+words of Qwen2.5-Coder's own evaluation (qwencoder-eval/instruct/eval_plus in its repository) and are for chats.
 """
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import zlib
@@ -17,8 +19,11 @@ import datasets
 from icejax.checks.errors import InputError
 from icejax.sandbox import programs
 
-FILES = {"humaneval": "humaneval/HumanEval.jsonl.gz", "humaneval_plus": "evalplus/HumanEvalPlus.jsonl.gz"}
+BASE, PLUS, INSTRUCT = "humaneval/HumanEval.jsonl.gz", "evalplus/HumanEvalPlus.jsonl.gz", "_instruct"
+FILES = {"humaneval": BASE, "humaneval_plus": PLUS, "humaneval_instruct": BASE, "humaneval_plus_instruct": PLUS}
 STOPS = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]  # §3.2 of the paper: lines that begin after the function
+ASKED = "Can you complete the following Python function?\n```python\n{{prompt}}\n```"
+BEGUN, END = "```python\n", "\n```"  # what the answer to it begins with, and where its code ends
 SECONDS = 20  # of processor time for all tests of a function
 IMPORTED = "import collections, decimal, hashlib, heapq, json, math, random, re, typing"  # what completions use most
 FLOATS = 1e-6  # EvalPlus's absolute tolerance of floats where a problem names none
@@ -69,23 +74,24 @@ def task(name: str, data: Path) -> dict[str, Any]:
         InputError: the file is missing or is none of problems, or this machine cannot run programs safely.
     """
     check_sandbox()
-    rows = problems(data / FILES[name])
-    return dict(
+    rows, instruct = problems(data / FILES[name]), name.endswith(INSTRUCT)
+    form = dict(doc_to_text=ASKED, gen_prefix=BEGUN) if instruct else dict(doc_to_text="{{prompt}}")
+    return form | dict(
         task=name,
         custom_dataset=lambda **_: {"test": datasets.Dataset.from_list(rows)},
         test_split="test",
         output_type="generate_until",
-        doc_to_text="{{prompt}}",
         doc_to_target="",
-        generation_kwargs=dict(until=STOPS, max_gen_toks=1024, do_sample=False),
-        process_results=_passed,
+        generation_kwargs=dict(until=[END] if instruct else STOPS, max_gen_toks=1024, do_sample=False),
+        process_results=functools.partial(_passed, between="\n" if instruct else ""),
         metric_list=[dict(metric="pass@1", aggregation="mean", higher_is_better=True)],
         metadata=dict(version=1.0),
     )
 
 
-def _passed(problem: dict[str, str], answers: list[str]) -> dict[str, float]:
-    return {"pass@1": float(programs.run(program(problem, answers[0]), seconds=SECONDS) == "passed")}
+def _passed(problem: dict[str, str], answers: list[str], *, between: str) -> dict[str, float]:
+    """Returns the score of an answer; behind a `between` that ends the prompt it defines the function again."""
+    return {"pass@1": float(programs.run(program(problem, between + answers[0]), seconds=SECONDS) == "passed")}
 
 
 def problems(file: Path) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ from icejax.evaluation import code  # noqa: E402
 
 PROBLEM = dict(
     task_id="Test/0",
-    prompt="def mean(x):\n",
+    prompt='def mean(x):\n    """Returns the mean."""\n',
     entry_point="mean",
     canonical_solution="    return sum(x) / len(x)\n",
     test="def check(candidate):\n    assert candidate([1, 3]) == 2\n",
@@ -78,3 +78,21 @@ def test_other_files_are_refused(tmp_path, line):
     (tmp_path / "text.gz").write_text("{}")
     with pytest.raises(InputError, match="is no file of problems"):
         code.problems(tmp_path / "text.gz")
+
+
+@pytest.mark.parametrize(
+    "name, answer",
+    [
+        ("humaneval_plus", "    return sum(x) / len(x)\n"),
+        ("humaneval_plus_instruct", "import math\ndef mean(x):\n    return sum(x) / len(x)"),
+    ],
+)
+def test_a_task_runs_what_the_model_was_asked_for(tmp_path, name, answer):
+    (tmp_path / "evalplus").mkdir()
+    write(tmp_path, PLUS).rename(tmp_path / code.FILES[name])
+    task = code.task(name, tmp_path)
+    [problem] = task["custom_dataset"]()["test"]
+    assert [task["process_results"](problem, [text]) for text in (answer, answer + " + 1")] == [
+        {"pass@1": 1.0},
+        {"pass@1": 0.0},
+    ]

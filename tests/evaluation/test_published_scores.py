@@ -1,0 +1,44 @@
+"""The harness's own model of transformers and icejax answer alike on a published model."""
+
+import pytest
+
+from bench import published
+from icejax import load
+from icejax.cache.registry import Full
+from icejax.checks.errors import InputError
+from tests import tolerances
+
+instance = pytest.importorskip("lm_eval.api.instance")
+pytest.importorskip("torch")
+pytest.importorskip("accelerate")
+harness = pytest.importorskip("icejax.evaluation.harness")
+
+QUESTIONS = [
+    f"Question: A box holds {a} apples and {b} pears. How many pieces of fruit are in {c} boxes?\nAnswer:"
+    for a, b, c in ((3, 4, 2), (10, 7, 5), (1, 1, 9), (12, 0, 3), (6, 5, 4), (8, 2, 8))
+]
+
+
+@pytest.mark.slow
+def test_texts_and_log_likelihoods_equal_the_harness_own_model():
+    try:
+        folder = published.folder("smollm2-135m")
+    except InputError as error:
+        pytest.skip(f"smollm2-135m cannot be had: {error}")
+    from lm_eval.models.huggingface import HFLM
+
+    ours = harness.HarnessModel(*load(folder), cache=Full(), batch_size=3, max_length=512)
+    theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1, max_length=512)
+    asked = [(text, dict(until=["Question:"], max_gen_toks=24)) for text in QUESTIONS]
+    answers = [
+        model.generate_until([instance.Instance("generate_until", {}, x, i) for i, x in enumerate(asked)], disable_tqdm=True)
+        for model in (ours, theirs)
+    ]
+    assert answers[0] == answers[1] and len(set(answers[0])) > 1
+    pairs = [(text, f" There are {number} pieces.") for text in QUESTIONS for number in (14, 85)] + [("", QUESTIONS[0])]
+    (mine, hf) = (
+        model.loglikelihood([instance.Instance("loglikelihood", {}, x, i) for i, x in enumerate(pairs)], disable_tqdm=True)
+        for model in (ours, theirs)
+    )
+    for (value, greedy), (expected, expected_greedy), (_, text) in zip(mine, hf, pairs, strict=True):
+        assert value == pytest.approx(expected, abs=tolerances.LOGITS * len(text)) and greedy == expected_greedy
