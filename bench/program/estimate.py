@@ -222,6 +222,6 @@ def _read_bytes(policy: Retrieval, layer: PagedState, plan: Plan) -> int:
         return nbytes(layer.index)
     *lower, highest = layer.index.levels
     pages = layer.index.levels[0].count.shape[-1]
-    ranked = policy.num_looked(pages, pool_shapes(*plan.pool_sizes(1))) if policy.look else policy.num_ranked(pages)
+    ranked = policy.reads.num_selected(pages, pool_shapes(*plan.pool_sizes(1)))
     opened = tree.num_opened(ranked, least=policy.opened) * tree.FAN_OUT
     return nbytes(highest) + sum(nbytes(x) * min(opened, x.count.shape[-1]) // x.count.shape[-1] for x in lower)
