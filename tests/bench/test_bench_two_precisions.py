@@ -62,7 +62,9 @@ def test_errors_and_bytes_equal_plain_numpy(layer, by_token):
     ones = jnp.asarray(mask[None])
     keys = key_codes.decode_keys(key_codes.encode_keys(jnp.asarray(k[None]), ones, 4, "bfloat16"), 16, 4, "float32")
     if by_token:
-        values = key_codes.decode_by_token(key_codes.encode_by_token(jnp.asarray(v[None]), ones, 4, "bfloat16"), SIZE, 4)
+        values = key_codes.decode_by_token(
+            key_codes.encode_by_token(jnp.asarray(v[None]), ones, 4, "bfloat16"), SIZE, 4, "float32"
+        )
     else:
         values = key_codes.decode_keys(key_codes.encode_keys(jnp.asarray(v[None]), ones, 4, "bfloat16"), 16, 4, "float32")
     keys, values = np.asarray(keys)[0], np.asarray(values.astype("float32"))[0]

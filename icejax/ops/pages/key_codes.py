@@ -38,12 +38,11 @@ class KeyCodes:
     step: jax.Array | Vectors  # dtype[B, K, P, H]
 
 
-def encode_keys(k: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"], bits: int, scales: str | None = None) -> KeyCodes:
+def encode_keys(k: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"], bits: int, scales: str) -> KeyCodes:
     """Returns the codes of pages; slots outside `mask` are not read.
 
     Args:
-        scales: dtype of `low` and `step`, which are rounded before the codes are chosen; None: the dtype of `k`, and the codes
-            are those of the unrounded line.
+        scales: dtype of `low` and `step`, which are rounded before the codes are chosen.
     """
 
     def page(x: tuple[jax.Array, jax.Array]) -> KeyCodes:
@@ -52,31 +51,23 @@ def encode_keys(k: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"], bits
         least, largest = (f(jnp.where(valid, keys, fill), axis=2) for f, fill in ((jnp.min, jnp.inf), (jnp.max, -jnp.inf)))
         least, largest = (jnp.where(x[1].any(-1)[..., None], y, 0) for y in (least, largest))
         codes = _nearest_codes(keys, valid, least, largest - least, max_code)
-        line = _nearest_line(codes, keys, x[1].astype(jnp.float32)[..., None])
-        low, step = (y.astype(k.dtype) if scales is None else _stored(y, scales) for y in line)
-        if scales is not None:
-            first, width = _read(low).astype(jnp.float32), _read(step).astype(jnp.float32) * max_code
-            codes = _nearest_codes(keys, valid, first, width, max_code)
+        low, step = (_stored(y, scales) for y in _nearest_line(codes, keys, x[1].astype(jnp.float32)[..., None]))
+        first, width = _read(low).astype(jnp.float32), _read(step).astype(jnp.float32) * max_code
+        codes = _nearest_codes(keys, valid, first, width, max_code)
         return KeyCodes(_packed(codes.astype(jnp.uint8), bits), low, step)
 
     by_page = jax.lax.map(page, (k.transpose(2, 0, 1, 3, 4), mask.transpose(2, 0, 1, 3)), batch_size=TOGETHER)
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), by_page)
 
 
-def decode_keys(codes: KeyCodes, page_size: int, bits: int, dtype: str | None = None) -> Float[Array, "B K P p H"]:
-    """Returns the decoded keys; empty slots hold `low`.
-
-    Args:
-        dtype: dtype of the decoded keys and of the arithmetic; None: that of `low`, fp32 if it is narrow.
-    """
-    low, step = (_read(x) if dtype is None else _read(x).astype(dtype) for x in (codes.low, codes.step))
+def decode_keys(codes: KeyCodes, page_size: int, bits: int, dtype: str) -> Float[Array, "B K P p H"]:
+    """Returns the decoded keys in `dtype`, which is also that of the arithmetic; empty slots hold `low`."""
+    low, step = (_read(x).astype(dtype) for x in (codes.low, codes.step))
     packed = codes.codes.reshape(*codes.codes.shape[:3], page_size, -1)
     return low[..., None, :] + _unpacked(packed, low.shape[-1], bits).astype(low.dtype) * step[..., None, :]
 
 
-def encode_by_token(
-    v: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"], bits: int, scales: str | None = None
-) -> KeyCodes:
+def encode_by_token(v: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"], bits: int, scales: str) -> KeyCodes:
     """Returns codes with a `low` and a `step` per token and `GROUP` channels; slots outside `mask` are not read.
 
     A page's group of channels is a page of its own, whose slots are the channels and whose channels are the tokens: a page of
@@ -91,7 +82,7 @@ def encode_by_token(
     return encode_keys(v.reshape(batch, heads, -1, GROUP, page_size), channels, bits, scales)
 
 
-def decode_by_token(codes: KeyCodes, size: int, bits: int, dtype: str | None = None) -> Float[Array, "B K P p H"]:
+def decode_by_token(codes: KeyCodes, size: int, bits: int, dtype: str) -> Float[Array, "B K P p H"]:
     """Returns the decoded values, of `size` channels; values of empty slots are 0."""
     v = decode_keys(codes, GROUP, bits, dtype)
     batch, heads, _, _, page_size = v.shape
