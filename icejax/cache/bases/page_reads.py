@@ -17,7 +17,7 @@ from icejax.cache.bases.reranking import KEY_ONLY_FACTOR, attend_best, attend_ke
 from icejax.cache.bases.retrieval import Near, Pages, Retrieval
 from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.similar_pages import ScaledState
-from icejax.cache.bases.two_precisions import tokens_by_codes
+from icejax.cache.bases.two_precisions import attend_best_tokens, tokens_by_codes
 from icejax.cache.pool.page_format import PagePlanes, PagesWithCodes, Stored
 from icejax.cache.protocol import Heads, View
 from icejax.ops.attention.dense import Attended
@@ -161,4 +161,5 @@ class InCodes(WholePages):
         return attended, best, replace(state, fetched=fetched)
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Selection) -> tuple[Attended, Float[Array, "B K M p"]]:
-        return Retrieval.attend(self.policy, heads, near, pages, found)
+        del near  # in the tail
+        return attend_best_tokens(heads, pages, found.tail)

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxtyping import Array, Float
+
+from icejax.cache.bases.retrieval import Near, Pages
 from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.similar_pages import SimilarPages
-from icejax.cache.bases.two_precisions import BITS, tokens_by_codes
+from icejax.cache.bases.two_precisions import BITS, attend_best_tokens, tokens_by_codes
 from icejax.cache.index.page_codes import PageCodes
 from icejax.cache.protocol import Heads, View
 from icejax.checks.numbers import one_of
+from icejax.ops.attention.dense import Attended
 from icejax.ops.pages.code_attention import CodedPages
 
 
@@ -51,3 +55,7 @@ class Packed(SimilarPages):
         wanted = self.num_fetched(index.count.shape[-1])
         tokens = tokens_by_codes(heads, view.near, index, page_size=self.page_size, bits=self.codes, wanted=wanted)
         return Selection(tokens.ids, tokens.counts, tail=tokens.rest)
+
+    def attend(self, heads: Heads, near: Near, pages: Pages, found: Selection) -> tuple[Attended, Float[Array, "B K M p"]]:
+        del near  # in the tail
+        return attend_best_tokens(heads, pages, found.tail)

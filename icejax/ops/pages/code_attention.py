@@ -44,7 +44,7 @@ class CodedTokens(NamedTuple):
     Attributes:
         ids: the slots of largest weight among all P p slots, or the pages, largest first, i32[B, K, M].
         counts: tokens of each: 1 for a slot with a token, 0 for an empty one, i32[B, K, M].
-        rest: attention to the tokens in all other slots and to `tail`, f32[B, K, G, Hv] and f32[B, K, G].
+        rest: attention to the tokens in all other slots and outside the pages, f32[B, K, G, Hv] and f32[B, K, G].
     """
 
     ids: jax.Array
@@ -63,30 +63,28 @@ def encode_pages(
 def attend_codes(
     q: Float[Array, "B K G H"],
     pages: CodedPages,
-    near: Float[Array, "B K G"],
+    outside: Attended,
     *,
     scoring: Scoring,
     page_size: int,
     bits: int,
     wanted: int,
-    value_size: int,
-    tail: Attended | None = None,
     guess: Float[Array, "B K G H"] | None = None,
     whole: bool = False,
 ) -> CodedTokens:
     """Returns the `wanted` slots of largest softmax weight, summed over query heads, and the attention to all others by codes.
 
     With the weights 0.5, 0.2 and 0.1 of three tokens, 0.2 of the tokens outside the pages, and `wanted` 1, the first slot is
-    returned; in the rest the other two weigh 2/3 and 1/3.
+    returned; in the rest the other two weigh 0.4 and 0.2, and the tokens outside 0.4.
 
     Args:
-        near: log-sum-exp of the tokens outside the pages; -inf if there are none.
-        value_size: channels of a value; where keys hold the values, their first channels.
-        tail: attention to tokens outside the pages that count in the rest.
+        outside: attention to the tokens outside the pages, f32[B, K, G, Hv] and f32[B, K, G], -inf if there are none. Where
+            keys hold the values, a value has the first Hv channels of a key.
         guess: queries to choose slots by instead of `q`.
         whole: whether to return the pages of largest weight instead of slots.
     """
     p, queries, parts = page_size, merge_heads(q), _parts(pages.count.shape[2])
+    outside, value_size = Attended(*map(merge_heads, outside)), outside.out.shape[-1]
     queries, group = queries if guess is None else jnp.concatenate([queries, merge_heads(guess)], axis=1), q.shape[2]
     slots = merge_heads(jnp.arange(p)[None, None, None] < pages.count[..., None])
     slots = slots.reshape(len(queries), -1)
@@ -98,18 +96,15 @@ def attend_codes(
         codes, scores[-1] = jax.lax.optimization_barrier((codes, scores[-1]))
     scores = jnp.concatenate(scores, axis=-1)
     scores, choice = scores[:, :group], scores[:, -group:]
-    total = jnp.logaddexp(jax.nn.logsumexp(choice, axis=-1), merge_heads(near))
+    total = jnp.logaddexp(jax.nn.logsumexp(choice, axis=-1), outside.lse)
     worth, counts = jnp.exp(choice - _finite(total)[..., None]).sum(1), slots.astype(jnp.int32)
     if whole:
         worth, counts = (x.reshape(len(x), -1, p).sum(-1) for x in (worth, counts))
     ids, selected, (counts,) = best(jnp.where(counts > 0, worth, -1.0), min(wanted, worth.shape[-1]), counts)
     selected = jnp.repeat(selected, p, axis=1) if whole else selected
     scores = jnp.where(selected[:, None], -jnp.inf, scores)
-    lse, out = jax.nn.logsumexp(scores, axis=-1), jnp.zeros((*scores.shape[:2], value_size))
-    if tail is not None:
-        tail = Attended(*map(merge_heads, tail))
-        lse = jnp.logaddexp(lse, tail.lse)
-        out = jnp.exp(tail.lse - _finite(lse))[..., None] * tail.out
+    lse = jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1), outside.lse)
+    out = jnp.exp(outside.lse - _finite(lse))[..., None] * outside.out
     weights = jnp.exp(scores - _finite(lse)[..., None])
     codes = codes if pages.values is None else pages.values
     for part in parts:
