@@ -209,7 +209,7 @@ def floor(target: Target, step: Step) -> dict[str, float]:
             continue
         device_bytes += _read_bytes(policy, layer, plan)
         n = jax.eval_shape(policy.index.counts, layer.index).shape[-1]
-        heads = math.prod(layer.ids.shape) // policy.num_fetched(n)
+        heads = math.prod(layer.ids.shape) // max(1, policy.num_fetched(n))
         bus_bytes += heads * fetched_per_step(policy, n, plan) * fetched_bytes(plan)
     best = RATES[target.name][0]
     times = dict(device_ms=device_bytes / (SHARE * target.bandwidth) * 1e3, bus_ms=bus_bytes / best.bus / 1e3)

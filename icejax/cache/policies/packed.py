@@ -5,19 +5,24 @@ A full cache in 4 bits, with host memory behind it for the tokens that a query w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from icejax.cache.bases.retrieval import Near, Pages
+from icejax.cache.bases.pool_attention import Read
+from icejax.cache.bases.reranking import at
+from icejax.cache.bases.retrieval import Near, PagedState, Pages
 from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.similar_pages import SimilarPages
 from icejax.cache.bases.two_precisions import BITS, attend_best_tokens, tokens_by_codes
 from icejax.cache.index.page_codes import PageCodes
+from icejax.cache.pool.page_format import PagePlanes, Stored
 from icejax.cache.protocol import Heads, View
-from icejax.checks.numbers import one_of
+from icejax.cache.sizes import CacheSpec, PoolSpec
+from icejax.checks.errors import InputError
+from icejax.checks.numbers import integer, one_of
 from icejax.ops.attention.dense import Attended
-from icejax.ops.pages.code_attention import CodedPages
+from icejax.ops.pages.code_attention import CodedPages, decoded_planes
 
 
 @dataclass(frozen=True)
@@ -34,28 +39,61 @@ class Packed(SimilarPages):
     Attributes:
         codes: bits of a channel of a key or value: 2, 3, 4 or 8. With their offsets and steps they take 19, 25, 32 or 57% of
             the bytes of a full cache of 16 bits, for pages of 16 tokens and heads of 64 channels.
+        exact: most tokens of pages that are attended exactly; None: as many as the budget holds beside sinks and window. With 0
+            nothing is in host memory: later texts attend to the codes of earlier ones too, and generated tokens are not packed
+            again (`compact_every`), which would need their keys.
 
     Raises:
         InputError: an option is out of range, or the budget leaves no room for a page.
     """
 
     codes: int = 4
-
-    by_slot = True
+    exact: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("codes", self.codes, BITS)
+        if self.exact is not None:
+            integer("exact", self.exact, least=0, most=2**30)
+            if self.exact > (room := super().num_fetched(2**30)):
+                raise InputError(f"exact must be at most {room}, the page tokens of budget={self.budget}, got {self.exact}")
+
+    @property
+    def by_slot(self) -> bool:
+        return self.exact != 0
 
     @property
     def index(self) -> PageCodes:
         return PageCodes(self.page_size, self.codes)
+
+    def pool(self, spec: CacheSpec) -> PoolSpec:
+        pool = super().pool(spec)
+        return replace(pool, planes=0, compact_every=0) if self.exact == 0 else pool
+
+    def stored(self, planes: PagePlanes, mask: Bool[Array, "B K P p"]) -> Stored:
+        return () if self.exact == 0 else super().stored(planes, mask)
+
+    def num_fetched(self, pages: int) -> int:
+        return min(super().num_fetched(pages), pages * self.page_size if self.exact is None else self.exact)
 
     def find(self, heads: Heads, index: CodedPages, view: View) -> Selection:
         wanted = self.num_fetched(index.count.shape[-1])
         tokens = tokens_by_codes(heads, view.near, index, page_size=self.page_size, bits=self.codes, wanted=wanted)
         return Selection(tokens.ids, tokens.counts, tail=tokens.rest)
 
+    def fetch_and_attend(
+        self, state: PagedState, heads: Heads, near: Near, found: Selection, view: View
+    ) -> tuple[Attended, Selection, PagedState]:
+        if self.exact == 0:
+            return found.tail, found, state
+        return super().fetch_and_attend(state, heads, near, found, view)
+
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Selection) -> tuple[Attended, Float[Array, "B K M p"]]:
         del near  # in the tail
         return attend_best_tokens(heads, pages, found.tail)
+
+    def reader(self, state: PagedState, view: View) -> Read:
+        if self.exact != 0:
+            return super().reader(state, view)
+        sizes = dict(page_size=self.page_size, bits=self.codes, dtype=str(state.window.newest[0].dtype))
+        return lambda ids: decoded_planes(at(state.index, ids), **sizes)

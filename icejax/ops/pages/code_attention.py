@@ -60,6 +60,12 @@ def encode_pages(
     return CodedPages(mask.sum(-1, dtype=jnp.int32), keys, values)
 
 
+def decoded_planes(pages: CodedPages, *, page_size: int, bits: int, dtype: str) -> tuple[Float[Array, "B K P p _"], ...]:
+    """Returns the decoded keys and values of pages; keys alone where they hold the values."""
+    planes = (x for x in (pages.keys, pages.values) if x is not None)
+    return tuple(decode_keys(x, page_size, bits, dtype) for x in planes)
+
+
 def attend_codes(
     q: Float[Array, "B K G H"],
     pages: CodedPages,
