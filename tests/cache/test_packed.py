@@ -92,6 +92,28 @@ def test_codes_go_where_their_pages_go():
         assert np.abs(before - x).max() < 0.2 and not after[:, :, 3:].any()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", [None, 0])
+def test_steps_report_an_error_that_is_near_the_true_one(exact):
+    """The mean over steps: of random keys and values, whose codes are far coarser than those of a model."""
+    lengths, true, estimates = (250, 200), [], []
+    prompt, new = draw(lengths, 24)
+    layer = Layer(Packed(budget=64, exact=exact, estimate=True), lengths, *prompt)
+    for step in range(24):
+        out = layer.step(*(x[step] for x in new))
+        report = layer.policy.report(layer.state, layer.lengths)
+        error, tokens = np.asarray(report.estimates)
+        if (step + 1) % 16:  # else a page has left the window since the step
+            np.testing.assert_allclose(tokens, layer.tokens[1], rtol=0, atol=tolerances.EXACT)
+        for row, length in enumerate(lengths):
+            k, v = (np.concatenate([p[row, :length], n[: step + 1, row]]) for p, n in zip(prompt[1:], new[1:], strict=True))
+            expected = attention(new[0][step, row], k, v)
+            true.append((np.linalg.norm(out[row] - expected, axis=-1) / np.linalg.norm(expected, axis=-1)).mean())
+            estimates.append(error[row])
+    assert 0.9 < np.mean(estimates) / np.mean(true) < 1.5
+    assert Layer(Packed(budget=64), lengths, *prompt).state.error is None
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -18,7 +18,15 @@ BITS = (2, 3, 4, 8)
 
 
 def tokens_by_codes(
-    heads: Heads, near: Near, pages: CodedPages, tail: Attended | None = None, *, page_size: int, bits: int, wanted: int
+    heads: Heads,
+    near: Near,
+    pages: CodedPages,
+    tail: Attended | None = None,
+    *,
+    page_size: int,
+    bits: int,
+    wanted: int,
+    estimate: bool = False,
 ) -> CodedTokens:
     """Returns the best tokens of pages by their codes, and the attention to all other tokens: of pages, `near` and `tail`.
 
@@ -27,13 +35,15 @@ def tokens_by_codes(
         tail: attention to the tokens outside the pages and `near`; None: there are none.
         bits: bits of a code.
         wanted: how many of the best tokens to return.
+        estimate: whether to estimate the error that codes leave.
     """
     q = heads.by_group()
     outside = attend_with_lse(merge_heads(q), *map(merge_heads, near), scoring=heads.scoring)
     if tail is not None:
         outside = merge_by_lse(*outside, *map(merge_heads, tail))
     outside = Attended(*(split_heads(x, q.shape[1]) for x in outside))
-    return attend_codes(q, pages, outside, scoring=heads.scoring, page_size=page_size, bits=bits, wanted=wanted)
+    sizes = dict(page_size=page_size, bits=bits, wanted=wanted, estimate=estimate)
+    return attend_codes(q, pages, outside, scoring=heads.scoring, **sizes)
 
 
 def attend_best_tokens(heads: Heads, tokens: Pages, rest: Attended) -> tuple[Attended, Float[Array, "B K M 1"]]:

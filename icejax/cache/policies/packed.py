@@ -7,22 +7,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from icejax.cache.bases.pool_attention import Read
 from icejax.cache.bases.reranking import at
 from icejax.cache.bases.retrieval import Near, PagedState, Pages
 from icejax.cache.bases.selection import Selection
-from icejax.cache.bases.similar_pages import SimilarPages
+from icejax.cache.bases.similar_pages import ScaledState, SimilarPages
 from icejax.cache.bases.two_precisions import BITS, attend_best_tokens, tokens_by_codes
 from icejax.cache.index.page_codes import PageCodes
 from icejax.cache.pool.page_format import PagePlanes, Stored
-from icejax.cache.protocol import Heads, View
+from icejax.cache.protocol import Heads, Lengths, Report, View
 from icejax.cache.sizes import CacheSpec, PoolSpec
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer, one_of
 from icejax.ops.attention.dense import Attended
 from icejax.ops.pages.code_attention import CodedPages, decoded_planes
+from icejax.ops.pages.code_error import relative_error
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PackedState(ScaledState):
+    """The device state of a layer.
+
+    Attributes:
+        error: estimated relative error of the newest step, mean over query heads; None: not estimated.
+    """
+
+    error: jax.Array | None  # f32[B]
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,7 @@ class Packed(SimilarPages):
         exact: most tokens of pages that are attended exactly; None: as many as the budget holds beside sinks and window. With 0
             nothing is in host memory: later texts attend to the codes of earlier ones too, and generated tokens are not packed
             again (`compact_every`), which would need their keys.
+        estimate: whether each step estimates the relative error that codes leave in its attention, from their steps alone.
 
     Raises:
         InputError: an option is out of range, or the budget leaves no room for a page.
@@ -49,6 +65,7 @@ class Packed(SimilarPages):
 
     codes: int = 4
     exact: int | None = None
+    estimate: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,15 +95,22 @@ class Packed(SimilarPages):
 
     def find(self, heads: Heads, index: CodedPages, view: View) -> Selection:
         wanted = self.num_fetched(index.count.shape[-1])
-        tokens = tokens_by_codes(heads, view.near, index, page_size=self.page_size, bits=self.codes, wanted=wanted)
-        return Selection(tokens.ids, tokens.counts, tail=tokens.rest)
+        sizes = dict(page_size=self.page_size, bits=self.codes, wanted=wanted, estimate=self.estimate)
+        tokens = tokens_by_codes(heads, view.near, index, **sizes)
+        return Selection(tokens.ids, tokens.counts, tail=tokens.rest, noise=tokens.noise)
+
+    def init(self, spec: CacheSpec) -> PackedState:
+        return PackedState(**vars(super().init(spec)), error=jnp.zeros(spec.batch_size) if self.estimate else None)
 
     def fetch_and_attend(
-        self, state: PagedState, heads: Heads, near: Near, found: Selection, view: View
-    ) -> tuple[Attended, Selection, PagedState]:
-        if self.exact == 0:
-            return found.tail, found, state
-        return super().fetch_and_attend(state, heads, near, found, view)
+        self, state: PackedState, heads: Heads, near: Near, found: Selection, view: View
+    ) -> tuple[Attended, Selection, PackedState]:
+        attended = found.tail
+        if self.exact != 0:
+            attended, found, state = super().fetch_and_attend(state, heads, near, found, view)
+        if found.noise is not None:
+            state = replace(state, error=relative_error(found.noise, attended).mean((1, 2)))
+        return attended, found, state
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Selection) -> tuple[Attended, Float[Array, "B K M p"]]:
         del near  # in the tail
@@ -97,3 +121,9 @@ class Packed(SimilarPages):
             return super().reader(state, view)
         sizes = dict(page_size=self.page_size, bits=self.codes, dtype=str(state.window.newest[0].dtype))
         return lambda ids: decoded_planes(at(state.index, ids), **sizes)
+
+    def report(self, state: PackedState, lengths: Lengths) -> Report:
+        report = super().report(state, lengths)
+        if state.error is None:
+            return report
+        return replace(report, estimates=jnp.stack([state.error, self.exact_tokens(state, lengths)]))

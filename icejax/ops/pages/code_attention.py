@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from icejax.ops.attention.dense import EINSUM, Attended, Scoring, masked_scores
+from icejax.ops.pages.code_error import CodeNoise, code_noise
 from icejax.ops.pages.key_codes import KeyCodes, decode_keys, encode_keys
 from icejax.ops.slots import merge_heads
 from icejax.ops.topk import best
@@ -45,11 +46,13 @@ class CodedTokens(NamedTuple):
         ids: the slots of largest weight among all P p slots, or the pages, largest first, i32[B, K, M].
         counts: tokens of each: 1 for a slot with a token, 0 for an empty one, i32[B, K, M].
         rest: attention to the tokens in all other slots and outside the pages, f32[B, K, G, Hv] and f32[B, K, G].
+        noise: the expected error of the codes in the rest, with [B, K] in place of R; None unless it is estimated.
     """
 
     ids: jax.Array
     counts: jax.Array
     rest: Attended
+    noise: CodeNoise | None = None
 
 
 def encode_pages(
@@ -77,6 +80,7 @@ def attend_codes(
     wanted: int,
     guess: Float[Array, "B K G H"] | None = None,
     whole: bool = False,
+    estimate: bool = False,
 ) -> CodedTokens:
     """Returns the `wanted` slots of largest softmax weight, summed over query heads, and the attention to all others by codes.
 
@@ -88,6 +92,7 @@ def attend_codes(
             keys hold the values, a value has the first Hv channels of a key.
         guess: queries to choose slots by instead of `q`.
         whole: whether to return the pages of largest weight instead of slots.
+        estimate: whether to estimate the error that codes leave.
     """
     p, queries, parts = page_size, merge_heads(q), _parts(pages.count.shape[2])
     outside, value_size = Attended(*map(merge_heads, outside)), outside.out.shape[-1]
@@ -118,7 +123,12 @@ def attend_codes(
         part_weights = weights[..., part.start * p : part.stop * p].astype(values.dtype)
         out += EINSUM("rgs,rsh->rgh", part_weights, values[..., :value_size])
         codes, out = jax.lax.optimization_barrier((codes, out))
-    return jax.tree.map(lambda x: x.reshape(*q.shape[:2], *x.shape[1:]), CodedTokens(ids, counts, Attended(out, lse)))
+    noise = None
+    if estimate:
+        parts = (None if x is None else jax.tree.map(merge_heads, x) for x in (pages.keys, pages.values))
+        noise = code_noise(merge_heads(q), *parts, weights, lse, scoring=scoring, bits=bits, value_size=value_size)
+    tokens = CodedTokens(ids, counts, Attended(out, lse), noise)
+    return jax.tree.map(lambda x: x.reshape(*q.shape[:2], *x.shape[1:]), tokens)
 
 
 def _parts(pages: int) -> list[slice]:
