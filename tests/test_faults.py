@@ -130,6 +130,7 @@ FAULTS = (
     ("engine/batch.py", "lambda x: x[ids - plan.prompt_pages]", "lambda x: x[(ids - plan.prompt_pages) // (1 + (x.dtype == jnp.uint8))]", "engine/test_codes.py::test_codes_follow_their_pages_through_a_batch"),
     ("engine/snapshot/row_arrays.py", "bits[:, : pages.shape[1]] = pages", "bits[:, : pages.shape[1] - (len(bits.shape) == 6 and bits.shape[3] == 1)] = 0", "engine/test_codes.py::test_sessions_keep_codes_bit_for_bit"),
     ("cache/bases/two_precisions.py", "Attended(*map(merge_heads, rest))", "Attended(*map(merge_heads, rest._replace(lse=rest.lse - 1)))", "cache/test_packed.py::test_200_steps_equal_the_reference[4]"),
+    ("ops/pages/code_error.py", "(2**bits - 1) ** 2 * t", "t", "ops/test_code_error.py::test_the_estimate_is_as_large_as_the_error[8-0]"),
     ("ops/pages/code_error.py", "noise.share * size", "noise.share", "ops/test_code_error.py::test_the_estimate_equals_numpy[20-False]"),
     ("ops/pages/code_error.py", "jnp.exp(noise.lse - attended.lse)", "1.0", "ops/test_code_error.py::test_the_estimate_equals_numpy[20-False]"),
     ("cache/policies/packed.py", "planes=0, compact_every=0", "compact_every=0", "engine/test_packed_alone.py::test_a_plan_needs_no_way_to_read_host_memory"),

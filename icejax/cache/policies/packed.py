@@ -57,7 +57,7 @@ class Packed(SimilarPages):
         exact: most tokens of pages that are attended exactly; None: as many as the budget holds beside sinks and window. With 0
             nothing is in host memory: later texts attend to the codes of earlier ones too, and generated tokens are not packed
             again (`compact_every`), which would need their keys.
-        estimate: whether each step estimates the relative error that codes leave in its attention, from their steps alone.
+        estimate: whether each step estimates the relative error that codes leave in its attention, from their steps.
 
     Raises:
         InputError: an option is out of range, or the budget leaves no room for a page.
