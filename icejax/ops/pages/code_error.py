@@ -6,9 +6,10 @@ rounded too, to multiples of s and t: a channel's least and largest token of n m
 
     step^2 / 12 + (2 s^2 + (2^bits - 1)^2 t^2) / 24 n
 
-where the second part counts with 8 bits alone. Of random pages of 16 tokens the true variance is 0.76 to 0.82 of that with 2 to 4
-bits, because the ends of the range are hardly rounded and the line is fitted to the tokens, and 0.93 to 0.97 with 8. With the weights w of tokens, their values v and the output o = sum w v, a score
-that is off by e and a value that is off by d move the output, to first order, by
+where the second part counts with 8 bits alone. Of random pages of 16 tokens the true variance is 0.76 to 0.82 of that with 2 to
+4 bits, because the ends of the range are hardly rounded and the line is fitted to the tokens, and 0.93 to 0.97 with 8. With the
+weights w of tokens, their values v and the output o = sum w v, a score that is off by e and a value that is off by d move the
+output, to first order, by
 
     sum w e (v - o) + sum w d
 
