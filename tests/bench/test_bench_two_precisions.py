@@ -173,7 +173,8 @@ def test_timed_forms_read_the_same_codes(bits):
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     for form_name in code_reads.FORMS:
-        actual = code_reads.coded(*map(jnp.asarray, (q, ids)), codes, *map(jnp.asarray, (k, v)), bits=bits, form=form_name)
+        laid = [code_reads.channel_after_channel(x, bits) for x in codes] if form_name == "channels" else codes
+        actual = code_reads.coded(*map(jnp.asarray, (q, ids)), laid, *map(jnp.asarray, (k, v)), bits=bits, form=form_name)
         np.testing.assert_allclose(actual[0], weights, rtol=1e-3, atol=1e-6)
         np.testing.assert_allclose(actual[1], np.einsum("kgs,ksh->kgh", weights, values), rtol=1e-3, atol=1e-5)
         best = np.argsort(-weights[0].sum(0))[0]
