@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import code_reads, coded_attention, two_precisions
+from bench import code_errors, code_reads, coded_attention, two_precisions
 from bench.capture import Captured
 from bench.coded_attention import Coding
 from bench.methods import RERANKED, form, residents
@@ -158,6 +158,21 @@ def test_command_prints_rows_of_equal_bytes(capsys):
     today = rows[3]["bus_bytes"]
     assert all(row["bus_bytes"] <= 1.05 * today for row in rows if row["form"] == "look")
     assert all(row["layers"] == 4 and 0 < row["error"] < 0.5 for row in rows) and len(err.splitlines()) == len(rows) + 1
+
+
+@pytest.mark.slow
+def test_estimates_of_the_codes_error_are_near_it(capsys):
+    """With all pages in codes; where digests stand beside them the estimate is `tolerant`'s, whose factor is 1.48."""
+    line = ["--length", "4096", "--texts", "code", "--bits", "4", "--steps", "32", "--budgets", "64"]
+    assert code_errors.main(line) == 0
+    rows = [json.loads(x) for x in capsys.readouterr().out.splitlines()]
+    assert [(row["form"], row["exact"], row.get("knows")) for row in rows] == [
+        ("packed", 0, None),
+        ("packed", 32, None),
+        *((form, 32, knows) for form in ("coded", "look") for knows in ("both", "without_codes")),
+    ]
+    assert all(row["steps"] == 8 and 1 < row["ratio"] < 2 for row in rows)
+    assert all(row["spearman"] > 0.7 and row["coverage"] == 1.0 for row in rows[:2])
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
