@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from icejax.ops.attention.dense import EINSUM, Attended, Scoring, masked_scores
-from icejax.ops.pages.code_error import CodeNoise, score_variances, value_variances
+from icejax.ops.pages.code_error import CodeNoise, noise_without_values
 from icejax.ops.pages.key_codes import KeyCodes, decode_keys, encode_keys
 from icejax.ops.slots import merge_heads
 from icejax.ops.topk import best
@@ -119,20 +119,14 @@ def attend_codes(
     weights = jnp.exp(scores - _finite(lse)[..., None])
     codes, noise = codes if pages.values is None else pages.values, None
     if estimate:
-        key_codes, value_codes, count = (jax.tree.map(merge_heads, x) for x in (pages.keys, codes, pages.count))
-        of_scores = score_variances(merge_heads(q), key_codes, count, scoring=scoring, bits=bits)
-        of_values = value_variances(value_codes, count, size=value_size, bits=bits)[:, None]
-        moved, still = (jnp.square(weights) * jnp.repeat(x, p, axis=-1) for x in (of_scores, of_values))
-        noise = CodeNoise(still.sum(-1), jnp.zeros_like(out), moved.sum(-1), lse)
+        coded = jax.tree.map(merge_heads, (pages.keys, codes, pages.count))
+        noise, moved = noise_without_values(merge_heads(q), *coded, weights, Attended(out, lse), scoring=scoring, bits=bits)
     for part in parts:
         values = _decoded(codes, part, p, bits, str(q.dtype))[..., :value_size]
         of_part = slice(part.start * p, part.stop * p)
         out += EINSUM("rgs,rsh->rgh", weights[..., of_part].astype(values.dtype), values)
         if noise is not None:
-            squares = jnp.square(values.astype(jnp.float32)).sum(-1)
-            fixed = noise.fixed + (moved[..., of_part] * squares[:, None]).sum(-1)
-            moving = noise.moving + EINSUM("rgs,rsh->rgh", moved[..., of_part].astype(values.dtype), values)
-            noise = noise._replace(fixed=fixed, moving=moving)
+            noise = noise.with_values(moved[..., of_part], values)
         codes, out = jax.lax.optimization_barrier((codes, out))
     tokens = CodedTokens(ids, counts, Attended(out, lse), noise)
     return jax.tree.map(lambda x: x.reshape(*q.shape[:2], *x.shape[1:]), tokens)

@@ -50,18 +50,38 @@ class CodeNoise(NamedTuple):
     share: jax.Array
     lse: jax.Array
 
-
-def score_variances(
-    q: Float[Array, "R G H"], keys: KeyCodes, count: Int[Array, "R P"], *, scoring: Scoring, bits: int
-) -> Float[Array, "R G P"]:
-    """Returns the variance of the errors of the scores in every page, of `count` tokens; arrays of codes are [R, P, ...]."""
-    squares = jnp.square(q.astype(jnp.float32) * scoring.scale)
-    return EINSUM("rgh,rph->rgp", squares, _variances(keys, count, bits))
+    def with_values(self, moved: Float[Array, "R G S"], values: Float[Array, "R S Hv"]) -> CodeNoise:
+        """Returns the sum with the decoded values of some tokens, whose w^2 var e are `moved`."""
+        squares = jnp.square(values.astype(jnp.float32)).sum(-1)[:, None]
+        moving = self.moving + EINSUM("rgs,rsh->rgh", moved.astype(values.dtype), values)
+        return self._replace(fixed=self.fixed + (moved * squares).sum(-1), moving=moving)
 
 
-def value_variances(values: KeyCodes, count: Int[Array, "R P"], *, size: int, bits: int) -> Float[Array, "R P"]:
-    """Returns the variance of the error of a value in every page, summed over its channels, the first `size` of the codes'."""
-    return _variances(values, count, bits)[..., :size].sum(-1)
+def noise_without_values(
+    q: Float[Array, "R G H"],
+    keys: KeyCodes,
+    values: KeyCodes,
+    count: Int[Array, "R P"],
+    weights: Float[Array, "R G S"],
+    rest: Attended,
+    *,
+    scoring: Scoring,
+    bits: int,
+) -> tuple[CodeNoise, Float[Array, "R G S"]]:
+    """Returns the sum without any value, and w^2 var e of every token, for `CodeNoise.with_values`.
+
+    Args:
+        keys, values: codes of all pages, arrays [R, P, ...]; the same where keys hold the values.
+        count: tokens of every page.
+        weights: of all tokens, page after page; 0 for those attended exactly.
+        rest: the attention in whose sum these are the weights, f32[R, G, Hv] and f32[R, G].
+    """
+    key_noise, value_noise = (_variances(x, count, bits) for x in (keys, values))
+    of_scores = EINSUM("rgh,rph->rgp", jnp.square(q.astype(jnp.float32) * scoring.scale), key_noise)
+    of_values = value_noise[..., : rest.out.shape[-1]].sum(-1)[:, None]
+    squares, slots = jnp.square(weights), weights.shape[-1] // count.shape[1]
+    moved, still = (squares * jnp.repeat(x, slots, axis=-1) for x in (of_scores, of_values))
+    return CodeNoise(still.sum(-1), jnp.zeros_like(rest.out), moved.sum(-1), rest.lse), moved
 
 
 def relative_error(noise: CodeNoise, attended: Attended) -> Float[Array, "*R G"]:
