@@ -12,6 +12,7 @@ from bench.coded_attention import Coding
 from bench.methods import RERANKED, form, residents
 from bench.page_attention import index_of, select
 from icejax.ops.pages import key_codes
+from tests.ops import test_key_codes
 
 HEADS, GROUP, SIZE, TOKENS = 2, 2, 32, 700
 
@@ -62,8 +63,8 @@ def test_errors_and_bytes_equal_plain_numpy(layer, by_token):
     ones = jnp.asarray(mask[None])
     keys = key_codes.decode_keys(key_codes.encode_keys(jnp.asarray(k[None]), ones, 4, "bfloat16"), 16, 4, "float32")
     if by_token:
-        values = key_codes.decode_by_token(
-            key_codes.encode_by_token(jnp.asarray(v[None]), ones, 4, "bfloat16"), SIZE, 4, "float32"
+        values = coded_attention.decode_by_token(
+            coded_attention.encode_by_token(jnp.asarray(v[None]), ones, 4, "bfloat16"), SIZE, 4, "float32"
         )
     else:
         values = key_codes.decode_keys(key_codes.encode_keys(jnp.asarray(v[None]), ones, 4, "bfloat16"), 16, 4, "float32")
@@ -158,6 +159,23 @@ def test_command_prints_rows_of_equal_bytes(capsys):
     today = rows[3]["bus_bytes"]
     assert all(row["bus_bytes"] <= 1.05 * today for row in rows if row["form"] == "look")
     assert all(row["layers"] == 4 and 0 < row["error"] < 0.5 for row in rows) and len(err.splitlines()) == len(rows) + 1
+
+
+@pytest.mark.parametrize("size", [64, 40])
+def test_values_by_token_share_a_line_in_groups_of_32(size):
+    v, mask = test_key_codes.drawn(size)
+    codes = coded_attention.encode_by_token(jnp.asarray(v), jnp.asarray(mask), 4, "float32")
+    decoded = np.asarray(coded_attention.decode_by_token(codes, size, 4, "float32"))
+    assert (
+        codes.low.shape == (*test_key_codes.SHAPE[:2], test_key_codes.SHAPE[2] * 2, test_key_codes.SHAPE[3])
+        and decoded.shape == v.shape
+    )
+    for page in np.ndindex(*test_key_codes.SHAPE[:3]):
+        for first in range(0, size, 32):
+            values = v[page][mask[page], first : first + 32]
+            if len(values):
+                test_key_codes.assert_nearest(decoded[page][mask[page], first : first + 32].T, values.T, 4)
+    assert not decoded[~mask].any()
 
 
 @pytest.mark.slow

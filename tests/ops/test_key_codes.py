@@ -1,4 +1,4 @@
-"""Codes of pages in 3 and 8 bits, with rounded offsets and steps, and by token, against plain numpy."""
+"""Codes of pages in 3 and 8 bits, and with rounded offsets and steps, against plain numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -59,17 +59,3 @@ def test_codes_are_chosen_for_the_rounded_line(bits, scales):
             nearest = reference.distance(keys, low, step, bits)
             right.append((np.abs(np.abs(decoded[page][mask[page]] - keys) - nearest) < 1e-4).ravel())
     assert np.concatenate(right).mean() > 0.995  # offsets and steps halfway between two numbers may round either way
-
-
-@pytest.mark.parametrize("size", [64, 40])
-def test_values_by_token_share_a_line_in_groups_of_32(size):
-    v, mask = drawn(size)
-    codes = key_codes.encode_by_token(jnp.asarray(v), jnp.asarray(mask), 4, "float32")
-    decoded = np.asarray(key_codes.decode_by_token(codes, size, 4, "float32"))
-    assert codes.low.shape == (*SHAPE[:2], SHAPE[2] * 2, SHAPE[3]) and decoded.shape == v.shape
-    for page in np.ndindex(*SHAPE[:3]):
-        for first in range(0, size, 32):
-            values = v[page][mask[page], first : first + 32]
-            if len(values):
-                assert_nearest(decoded[page][mask[page], first : first + 32].T, values.T, 4)
-    assert not decoded[~mask].any()
