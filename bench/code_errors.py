@@ -55,7 +55,7 @@ from icejax.ops.topk import ranks
 from icejax.runtime import devices
 
 EVERY = 4  # tokens behind the text from step to step
-FACTOR = 1.0  # the estimate of the codes' error is above it by itself
+FACTOR = 1.0  # the estimate of the codes' error as it is; `packed` multiplies it by its `COVERED`
 TAIL_FACTOR = COVERED  # by which `tolerant` multiplies
 CODED = 224  # pages that `coded` looks at
 
