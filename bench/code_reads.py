@@ -7,6 +7,8 @@ and gather keys and values of the best 192:
 - `decoded`: codes become keys and values, as `icejax.ops.pages.key_codes.decode_keys` returns them.
 - `factored`: codes alone become numbers; queries are multiplied by steps before the product, sums of values after it.
 - `table`: the same, with a table of the numbers that each byte holds.
+- `table16`: keys and values from a table of the 2^bits values of every page and channel, with up to 4 bits.
+- `channels`: as `factored`, with the codes of a page channel after channel, not slot after slot.
 
 The command prints one JSON line per form and number of bits: the median time of `--repeats` calls in turns, in microseconds.
 """
@@ -31,7 +33,7 @@ from icejax.ops.topk import best
 from icejax.runtime import devices
 
 PAGE, EXACT, KEY_PAGES, CODED_PAGES = 16, 192, 112, 160
-FORMS = ("decoded", "factored", "table")
+FORMS = ("decoded", "factored", "table", "table16", "channels")
 
 
 def _take(x: jax.Array, ids: jax.Array) -> jax.Array:
@@ -62,12 +64,14 @@ def today(q: jax.Array, ids: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax
 def coded(q: jax.Array, ids: jax.Array, codes, k: jax.Array, v: jax.Array, *, bits: int, form: str) -> tuple[jax.Array, ...]:
     """Returns the weights of the tokens of pages `ids`, the sum of their values, and the best tokens' keys and values."""
     keys, values = jax.tree.map(lambda x: _take(x[0], ids)[None], codes)
-    if form == "decoded":
-        keys, values = (_slots(key_codes.decode_keys(x, PAGE, bits, "float32")[0]) for x in (keys, values))
+    if form in ("decoded", "table16"):
+        decode = _from_table if form == "table16" else functools.partial(key_codes.decode_keys, page_size=PAGE, dtype="float32")
+        keys, values = (_slots(decode(x, bits=bits)[0]) for x in (keys, values))
         weights = jax.nn.softmax(jnp.einsum("ksh,kgh->kgs", keys, q), axis=-1)
         out = jnp.einsum("kgs,ksh->kgh", weights, values)
     else:
-        numbers = functools.partial(_numbers, bits=bits, table=form == "table")
+        kinds = dict(channels=_by_channel, table=functools.partial(_numbers, table=True), factored=_numbers)
+        numbers = functools.partial(kinds[form], bits=bits)
         low, step = keys.low[0].astype(jnp.float32), keys.step[0].astype(jnp.float32)
         scores = jnp.einsum("kmph,kmgh->kmgp", numbers(keys.codes[0]), q[:, None] * step[:, :, None])
         scores += jnp.einsum("kgh,kmh->kmg", q, low)[..., None]
@@ -80,7 +84,31 @@ def coded(q: jax.Array, ids: jax.Array, codes, k: jax.Array, v: jax.Array, *, bi
     return weights, out, _take(_slots(k), slots), _take(_slots(v), slots)
 
 
-def _numbers(codes: jax.Array, *, bits: int, table: bool) -> jax.Array:
+def _from_table(codes: key_codes.KeyCodes, *, bits: int) -> jax.Array:
+    """Returns the vectors f32[1, K, M, p, H] of codes, each number looked up in its page and channel's values."""
+    low, step = (x.astype(jnp.float32) for x in (codes.low, codes.step))
+    values = low[..., None] + step[..., None] * jnp.arange(2**bits, dtype=jnp.float32)[None, None, None, None]
+    packed = codes.codes.reshape(*codes.codes.shape[:3], PAGE, -1)
+    at = jnp.concatenate([packed >> shift & (2**bits - 1) for shift in range(0, 8, bits)], axis=-1).astype(jnp.int32)
+    return jnp.take_along_axis(values, at.swapaxes(3, 4), axis=-1, mode="promise_in_bounds").swapaxes(3, 4)
+
+
+def channel_after_channel(codes: key_codes.KeyCodes, bits: int) -> key_codes.KeyCodes:
+    """Returns codes whose bytes hold slots s, s + p bits / 8 and so on of one channel; channels follow one another."""
+    numbers = jax.vmap(lambda x: _numbers(x, bits=bits))(codes.codes).astype(jnp.uint8).swapaxes(3, 4)
+    parts = jnp.split(numbers, 8 // bits, axis=-1)
+    data = sum(part << i * bits for i, part in enumerate(parts))
+    return key_codes.KeyCodes(data.reshape(codes.codes.shape), codes.low, codes.step)
+
+
+def _by_channel(codes: jax.Array, *, bits: int) -> jax.Array:
+    """Returns codes u8[K, M, H * bytes], channel after channel, as numbers f32[K, M, p, H]."""
+    packed = codes.reshape(*codes.shape[:2], -1, PAGE * bits // 8)
+    parts = [(packed >> shift & (2**bits - 1)).astype(jnp.float32) for shift in range(0, 8, bits)]
+    return jnp.concatenate(parts, axis=-1).swapaxes(2, 3)
+
+
+def _numbers(codes: jax.Array, *, bits: int, table: bool = False) -> jax.Array:
     """Returns codes u8[K, M, p * bytes] as numbers f32[K, M, p, H]."""
     packed = codes.reshape(*codes.shape[:2], PAGE, -1)
     if not table:
@@ -107,8 +135,9 @@ def measured(arguments: argparse.Namespace):
         runs["today", 16 if dtype == "bfloat16" else 32, dtype] = functools.partial(today, q, ids[:, :KEY_PAGES], *planes)
     for bits in (2, 4, 8):
         codes = [key_codes.encode_keys(x[None], mask, bits, "bfloat16") for x in (k, v)]
-        for form in FORMS:
-            runs[form, bits, "float32"] = functools.partial(coded, q, ids, codes, k, v, bits=bits, form=form)
+        laid = dict(channels=[channel_after_channel(x, bits) for x in codes])
+        for form in FORMS if bits < 8 else [form for form in FORMS if form != "table16"]:
+            runs[form, bits, "float32"] = functools.partial(coded, q, ids, laid.get(form, codes), k, v, bits=bits, form=form)
     seconds: dict[tuple, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 2):
         for name, run in runs.items():

@@ -16,12 +16,13 @@ from icejax.cache.index.digest_tree import Digested
 from icejax.ops.attention.dense import Attended, Scoring
 from icejax.ops.pages import tree_walk
 from icejax.ops.pages.digests import score
-from icejax.ops.pages.key_codes import decode_by_token, decode_keys, encode_by_token, encode_keys
+from icejax.ops.pages.key_codes import KeyCodes, decode_keys, encode_keys
 from icejax.ops.pages.key_scatter import along
 from icejax.ops.topk import best, ranks
 
 KIVI_GROUP, KIVI_NEWEST = 32, 128  # tokens of a key's group, and newest tokens that KIVI does not quantise
 BLOCK = 32  # channels of a block of q8_0 and q4_0
+GROUP = 32  # channels of a token that share an offset and a step, as in KIVI
 
 
 class Coding(NamedTuple):
@@ -75,6 +76,31 @@ def _coded(k, v, mask, index: Digested, *, coding: Coding):
         return (codes_of_keys, codes_of_values), (keys, decode_by_token(codes_of_values, size, coding.value_bits, "float32"))
     codes_of_values = encode_keys(v, mask, coding.value_bits, coding.scales)
     return (codes_of_keys, codes_of_values), (keys, decode_keys(codes_of_values, page_size, coding.value_bits, "float32"))
+
+
+def encode_by_token(v: jax.Array, mask: jax.Array, bits: int, scales: str) -> KeyCodes:
+    """Returns codes of values [B, K, P, p, H] with a `low` and a `step` per token and `GROUP` channels.
+
+    Slots outside `mask` are not read.
+
+    A page's group of channels is a page of its own, whose slots are the channels and whose channels are the tokens: a page of
+    16 tokens of 64 channels has two, each with 32 slots of 16 channels.
+    """
+    batch, heads, pages, page_size, size = v.shape
+    groups = -(-size // GROUP)
+    v = jnp.pad(jnp.where(mask[..., None], v, 0), [(0, 0)] * 4 + [(0, groups * GROUP - size)])
+    v = v.reshape(batch, heads, pages, page_size, groups, GROUP).transpose(0, 1, 2, 4, 5, 3)
+    channels = (jnp.arange(groups * GROUP) < size).reshape(groups, GROUP)
+    channels = jnp.broadcast_to(channels, (batch, heads, pages, groups, GROUP)).reshape(batch, heads, -1, GROUP)
+    return encode_keys(v.reshape(batch, heads, -1, GROUP, page_size), channels, bits, scales)
+
+
+def decode_by_token(codes: KeyCodes, size: int, bits: int, dtype: str) -> jax.Array:
+    """Returns the decoded values [B, K, P, p, H], of `size` channels; values of empty slots are 0."""
+    v = decode_keys(codes, GROUP, bits, dtype)
+    batch, heads, _, _, page_size = v.shape
+    v = v.reshape(batch, heads, -1, -(-size // GROUP), GROUP, page_size).transpose(0, 1, 2, 5, 3, 4)
+    return v.reshape(*v.shape[:4], -1)[..., :size]
 
 
 def _values_from_keys(keys: jax.Array, mask: jax.Array, index: Digested) -> jax.Array:

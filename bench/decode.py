@@ -55,7 +55,9 @@ def makers(names: list[str], options: dict, model, config: dict) -> dict[str, Ca
             peer = functools.partial(Transformers, config, kind, budget=options["budget"])
             makers_by_name[name] = lambda peer=peer, *, filled, **sizes: peer(**sizes)
             continue
-        policy = DotProduct() if name == "dot-product" else make_policy(name, options if name in OURS else {})
+        kind, *texts = name.split(":")
+        own = dict(text.partition("=")[::2] for text in texts)
+        policy = DotProduct() if name == "dot-product" else make_policy(kind, options | own if kind in OURS else own)
         makers_by_name[name] = lambda policy=policy, **sizes: Icejax(model, policy, **sizes)
     return makers_by_name
 
@@ -151,7 +153,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=shapes.NAMES, default="attention", help="default: %(default)s")
     parser.add_argument("--layers", type=int, help="of the shape, where all do not fit the host's memory")
     parser.add_argument("--contexts", default="4096,131072", help="tokens, comma-separated (default: %(default)s)")
-    parser.add_argument("--policies", default="full,clustered", help=f"comma-separated, of {', '.join(SUBJECTS)}")
+    parser.add_argument(
+        "--policies",
+        default="full,clustered",
+        help=f"comma-separated, of {', '.join(SUBJECTS)}; caches with options as in packed:exact=0",
+    )
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument(
@@ -176,7 +182,8 @@ def main(argv: list[str] | None = None) -> int:
                 name: value for name, value in compiler_flags.items() if value != ""
             }
         options = cache_options(arguments.cache_option, budget=arguments.budget)
-        names, contexts = listed("--policies", arguments.policies, SUBJECTS), numbers("--contexts", arguments.contexts)
+        names, contexts = arguments.policies.split(","), numbers("--contexts", arguments.contexts)
+        listed("--policies", ",".join(name.partition(":")[0] for name in names), SUBJECTS)
         batch, steps = (integer(f"--{name}", getattr(arguments, name)) for name in ("batch", "steps"))
         for place in (arguments.plot and arguments.plot.parent, arguments.profile):
             if place is not None:

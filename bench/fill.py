@@ -45,7 +45,8 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
         context = (context - unpaged) // policy.page_size * policy.page_size + unpaged
     rows = plan.spec.batch_size
     prompts = np.random.default_rng(seed).integers(0, model.config.vocab_size, (rows, base)).tolist()
-    short = make_plan(model, policy, batch_size=rows, prompt_tokens=base, new_tokens=16)
+    with_pages = policy if not plan.pooled or plan.pool.planes else dataclasses.replace(policy, exact=None)  # to be read below
+    short = make_plan(model, with_pages, batch_size=rows, prompt_tokens=base, new_tokens=16)
     state, _, pool = prefill(model, prompts, short)
     layers = list(state.cache.layers)
     for i, layer_policy in enumerate(plan.policies):

@@ -93,9 +93,8 @@ def look_again(
 ) -> CodedTokens:
     """Ranks the tokens of the chosen pages by codes; returns the tokens or pages to fetch, and the tail with the others."""
     return attend_codes(
-        q, replace(at(codes, walk.page_ids), count=walk.counts), walk.tail_lse, scoring=Scoring(q.shape[-1] ** -0.5),
-        page_size=page_size, bits=bits, wanted=wanted, value_size=walk.tail_out.shape[-1],
-        tail=Attended(walk.tail_out, walk.tail_lse), whole=whole,
+        q, replace(at(codes, walk.page_ids), count=walk.counts), Attended(walk.tail_out, walk.tail_lse),
+        scoring=Scoring(q.shape[-1] ** -0.5), page_size=page_size, bits=bits, wanted=wanted, whole=whole,
     )  # fmt: skip
 
 

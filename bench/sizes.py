@@ -38,7 +38,7 @@ def fetched_per_step(policy: Retrieval, pages: int, plan: Plan | None = None) ->
     """
     if isinstance(policy, Clustered) and policy.look:
         pool = pool_shapes(*plan.pool_sizes(1))
-        codes = policy.num_looked(pages, pool) * pool.codes.shape[-1]
+        codes = policy.reads.num_selected(pages, pool) * pool.codes.shape[-1]
         return policy.num_fetched(pages) - (-codes // fetched_bytes(plan))
     if isinstance(policy, Clustered) and policy.keys_first:
         return (policy.num_ranked(pages) * policy.page_size + policy.num_fetched(pages)) // 2

@@ -79,7 +79,7 @@ class Subject(Reader):
         return dict(
             device_bytes=sum(x.nbytes for x in jax.tree.leaves(state.layers)),
             digest_bytes=sum(report.digest_bytes for report in layer_reports),
-            host_bytes=0 if self._pool is None else pages * (pool_bytes(self._pool) // len(without_codes(self._pool))),
+            host_bytes=pages * pool_bytes(self._pool) // len(without_codes(self._pool)) if pool_bytes(self._pool) else 0,
         )
 
     def timed(self, question: Sequence[int], count: int) -> tuple[list[int], float, list[float], float]:

@@ -209,7 +209,7 @@ def floor(target: Target, step: Step) -> dict[str, float]:
             continue
         device_bytes += _read_bytes(policy, layer, plan)
         n = jax.eval_shape(policy.index.counts, layer.index).shape[-1]
-        heads = math.prod(layer.ids.shape) // policy.num_fetched(n)
+        heads = math.prod(layer.ids.shape) // max(1, policy.num_fetched(n))
         bus_bytes += heads * fetched_per_step(policy, n, plan) * fetched_bytes(plan)
     best = RATES[target.name][0]
     times = dict(device_ms=device_bytes / (SHARE * target.bandwidth) * 1e3, bus_ms=bus_bytes / best.bus / 1e3)
@@ -222,6 +222,6 @@ def _read_bytes(policy: Retrieval, layer: PagedState, plan: Plan) -> int:
         return nbytes(layer.index)
     *lower, highest = layer.index.levels
     pages = layer.index.levels[0].count.shape[-1]
-    ranked = policy.num_looked(pages, pool_shapes(*plan.pool_sizes(1))) if policy.look else policy.num_ranked(pages)
+    ranked = policy.reads.num_selected(pages, pool_shapes(*plan.pool_sizes(1)))
     opened = tree.num_opened(ranked, least=policy.opened) * tree.FAN_OUT
     return nbytes(highest) + sum(nbytes(x) * min(opened, x.count.shape[-1]) // x.count.shape[-1] for x in lower)

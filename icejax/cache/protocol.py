@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from icejax.cache.pool.host_pool import PoolLayer
-from icejax.cache.pool.page_format import PagesWithCodes
+from icejax.cache.pool.page_format import NoPages, PagesWithCodes
 from icejax.cache.sizes import CacheSpec, PoolSpec
 from icejax.checks.numbers import integer
 from icejax.ops.attention.dense import Attended, Scoring
@@ -165,7 +165,7 @@ class Outcome:
 
     state: Any
     attended: Attended | None = None
-    pages: jax.Array | PagesWithCodes | None = None
+    pages: jax.Array | PagesWithCodes | NoPages | None = None
     used: jax.Array | None = None
     shared: Shared | None = None
     tokens: jax.Array | None = None  # f32[2, B]

@@ -48,7 +48,7 @@ class PoolSpec:
         pages: the most pages the layer can need.
         page_size: slots of a page.
         unit: slots fetched together: `page_size`, or 1 where single tokens are fetched.
-        planes: vectors per slot: 2 for keys and values, 1 for keys alone.
+        planes: vectors per slot: 2 for keys and values, 1 for keys alone, 0 where the device keeps all of a token.
         dtype: dtype of the pages, by name.
         compact_every: decoded tokens between two compactions, which pack their pages anew; 0: never.
         codes: bytes of a page's codes, in the pool's second array; 0: pages have none.

@@ -49,7 +49,7 @@ class Plan:
         policies: the cache policy of each layer.
         spec: the sizes of a layer's cache.
         eos_token_ids: tokens that end a text.
-        fetch_backend: how the pool is read, a key of `host_reads.backends.BACKENDS`; empty without a pool.
+        fetch_backend: how the pool is read, a key of `host_reads.backends.BACKENDS`; empty without pages in host memory.
         platform: the platform that the programs are compiled for: cpu, gpu or tpu.
         heads: for each layer, number of KV heads and head size where they differ from `spec`; else None.
         renewal: tokens at which a row is prefilled anew, because LongRoPE's factors change there; 0: never.
@@ -220,8 +220,8 @@ def make_plan(
     sizes = (batch_size, prompt_tokens, spec.prompt_capacity, spec.new_capacity)
     LOG.info("%d rows of at most %d tokens, padded to %d, and room for %d new ones", *sizes)
     LOG.info("layers: %s", _by_layer(policies))
-    pooled = any(layer_policy.pool(spec) for layer_policy in policies)
-    backend = (fetch_backend() if platform is None else ORDER[platform][0]) if pooled else ""
+    in_host = any(pool.planes for pool in (layer_policy.pool(spec) for layer_policy in policies) if pool)
+    backend = (fetch_backend() if platform is None else ORDER[platform][0]) if in_host else ""
     return Plan(policies, spec, model.config.eos_token_ids, backend, target, _other_heads(model.config), renewal)
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import table_for
 from icejax.cache.pool.host_pool import Pool
-from icejax.cache.pool.page_format import PagesWithCodes, without_codes
+from icejax.cache.pool.page_format import NoPages, PagesWithCodes, without_codes
 from icejax.cache.protocol import CachePolicy, Heads, KVCache, Lengths, Outcome, Shared
 from icejax.cache.sizes import CacheSpec
 from icejax.engine.buckets import bucket
@@ -36,7 +36,7 @@ from icejax.ops.attention.dense import Attended
 from icejax.ops.experts.offloaded_experts import with_experts_on_device
 from icejax.runtime import devices
 
-Pages = Float[Array, "P B K planes p W"] | PagesWithCodes
+Pages = Float[Array, "P B K planes p W"] | PagesWithCodes | NoPages
 Kept = tuple[Any, Pages | None]  # a layer's state, and its pages for the pool
 Table = Int[Array, "B X"]  # the extents of each row
 

@@ -54,7 +54,7 @@ class Explanation:
             InputError: the cache keeps all tokens on the device, so there are no fetched pages to explain.
         """
         plan = make_plan(model, cache, batch_size=1, prompt_tokens=len(prompt), new_tokens=new_tokens)
-        if not plan.pooled:
+        if not (plan.pooled and plan.pool.planes):
             raise InputError("--explain shows what is fetched from the host: it needs pages there, as of --cache clustered")
         self._positions = _positions(model, prompt, plan)
         self.weights = {layer: np.zeros(len(prompt)) for layer in plan.pooled}

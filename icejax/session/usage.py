@@ -51,5 +51,5 @@ def _usage(plan: Plan, run: Run) -> Usage:
         reserved += size
     host = pool_bytes(run.pool)
     # The pool's arrays have one entry per extent, layer, page and KV head.
-    pool_slots = 1 if run.pool is None else int(np.prod(without_codes(run.pool).shape[:4])) * plan.page_size
+    pool_slots = int(np.prod(without_codes(run.pool).shape[:4])) * plan.page_size if host else 1
     return Usage(reserved, round(used), host, host * slots // pool_slots)

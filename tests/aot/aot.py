@@ -1,7 +1,7 @@
 """Compiles a program for an accelerator not in this machine: ``python -m tests.aot.aot h100 step gather 1 int8``.
 
 Prints a JSON line of byte counts and pool copies, which `test_aot` checks. Arguments: target, program, and optionally fetch
-backend, batch size, and `int8` for int8 pages. Programs: `step`, `flush`, `flushed` and `compact`; `prefill`, `extend` and
+backend, batch size, and `int8` for int8 pages or `look` for pages with codes. Programs: `step`, `flush`, `flushed` and `compact`; `prefill`, `extend` and
 `write` of one layer; `insert` of a row into a batch; `write-pages`, 64 pages of all layers; `write-extent` and `read-extent`;
 of a prefill in units `unit-keys`, `unit-block` and `unit-head`.
 
@@ -25,6 +25,7 @@ from bench.program.compile import abstract_model, abstract_pool, abstract_state,
 from bench.program.targets import TARGETS, Target
 from bench.sizes import nbytes
 from icejax.cache.pool import host_pool
+from icejax.cache.pool.page_format import BYTES, PagesWithCodes, without_codes
 from icejax.engine import batch as rows
 from icejax.engine import extend as extending
 from icejax.engine import prefill as prefilling
@@ -37,22 +38,22 @@ from icejax.runtime import compiler_options
 CONTEXT = 32768
 
 
-def programs(batch: int, page_dtype: str | None, backend: str | None, target: Target):
+def programs(batch: int, kind: str | None, backend: str | None, target: Target):
     """Returns plan, indexes and pool of two bf16 layers (8 KV heads of 128), and each program with its arguments by name."""
     model = abstract_model("attention", dtype="bfloat16", layers=2)
     graph, weights = nnx.split(model)
     leaves, tree = jax.tree.flatten(weights)
-    policy = icejax.Clustered(budget=256, page_dtype=page_dtype)
+    policy = icejax.Clustered(budget=256, **{None: {}, "int8": dict(page_dtype="int8"), "look": dict(look=4)}[kind])
     sizes = dict(batch_size=batch, prompt_tokens=CONTEXT, new_tokens=64)
     plan = make_plan(model, policy, platform=target.platform, **sizes)
     plan = dataclasses.replace(plan, fetch_backend=backend or plan.fetch_backend)
     state, pool = abstract_state(plan), abstract_pool(plan)
     step, (flush, flushed, compact) = step_program(graph, tree, plan), between_steps(plan)
-    page = (batch, pool.shape[3], 2, plan.page_size, pool.shape[-1])
-    layer, extent_pages = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((CONTEXT // 16, 1, *page), (64, 2, *page)))
+    page = (batch, *without_codes(pool).shape[3:5], plan.page_size, without_codes(pool).shape[-1])
+    layer, extent_pages = (new_pages((*shape, *page), plan.pool.codes) for shape in ((CONTEXT // 16, 1), (64, 2)))
     scalar, table = jax.ShapeDtypeStruct((), "int32"), state.cache.table
     write = jax.jit(functools.partial(host_pool.write_pages, together=host_pool.EXTENT), donate_argnums=0)
-    extent = jax.ShapeDtypeStruct(pool.shape[1:], pool.dtype)
+    extent = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), pool)
     single_row = dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, batch_size=1))
     insert = jax.jit(functools.partial(rows._insert.__wrapped__, plan=plan), donate_argnums=0)
     policy, view = plan.policies[0], host_pool.PoolLayer(pool, table, None, np.int32(0), plan.fetch_backend, "bfloat16")
@@ -76,6 +77,12 @@ def programs(batch: int, page_dtype: str | None, backend: str | None, target: Ta
     }
 
 
+def new_pages(shape: tuple[int, ...], codes: int):
+    """Returns new pages [M, l, B, K, planes, p, W] for a pool, with `codes` bytes of codes each if there are any."""
+    pages = jax.ShapeDtypeStruct(shape, "bfloat16")
+    return PagesWithCodes(pages, jax.ShapeDtypeStruct((*shape[:4], 1, 1, codes), BYTES)) if codes else pages
+
+
 def unit_programs(layer, plan, *, hidden: int):
     """Returns the programs of the units of a layer, with 1,024 tokens or one KV head each, and their arguments by name."""
     x, lengths = jax.ShapeDtypeStruct((1, CONTEXT, hidden), "bfloat16"), jax.ShapeDtypeStruct((1,), "int32")
@@ -94,10 +101,10 @@ def unit_programs(layer, plan, *, hidden: int):
     }
 
 
-def main(name: str, program: str, backend: str = "", batch: str = "1", page_dtype: str | None = None) -> None:
+def main(name: str, program: str, backend: str = "", batch: str = "1", kind: str | None = None) -> None:
     without_devices()
     target = TARGETS[name]
-    (plan, levels, pool), programs_by_name = programs(int(batch), page_dtype, backend, target)
+    (plan, levels, pool), programs_by_name = programs(int(batch), kind, backend, target)
     options = compiler_options.OPTIONS.get(target.platform, {}) if program == "step" else {}
     compiled = compile_for(target, *programs_by_name[program], options)
     module, memory = hlo.parse(compiled.hlo), compiled.memory
@@ -110,7 +117,9 @@ def main(name: str, program: str, backend: str = "", batch: str = "1", page_dtyp
                 levels_bytes=nbytes(levels),
                 output_bytes=memory.output_size_in_bytes,
                 alias_bytes=memory.host_alias_size_in_bytes + memory.alias_size_in_bytes,
-                pool_copies=hlo.pool_copies(module, pool.shape, pool.dtype.itemsize),
+                pool_copies=[
+                    name for x in jax.tree.leaves(pool) for name in hlo.pool_copies(module, x.shape, x.dtype.itemsize)
+                ],
                 sorted_sizes=[max(max(array.shape) for array in x.arrays) for x in module.all() if x.opcode == "sort"],
             )
         )

@@ -30,6 +30,7 @@ BACKENDS = ("h100", "triton"), ("v5e", "slices")
 OTHER_PROGRAMS = [(target, name, backend) for target, backend in BACKENDS for name in NAMES]
 OTHER_PROGRAMS.remove(("v5e", "prefill", "slices"))  # it reads no pool, unlike `extend`, and takes minutes to compile
 OTHER_PROGRAMS += [(target, "insert", backend, "4") for target, backend in BACKENDS]
+OTHER_PROGRAMS += [("h100", name, "triton", "1", "look") for name in NAMES if name != "prefill"]
 UNITS = [(target, name, backend) for target, backend in BACKENDS for name in ("unit-keys", "unit-block", "unit-head")]
 
 FOUR_LAYERS = "--layers 4 --cache-option dense_layers=2"  # two dense layers and two others: 32 layers take minutes to compile
@@ -39,6 +40,8 @@ GRAPHS = (
     f"--context 131072 --batch 4 {FOUR_LAYERS} --cache tolerant",
     f"--context 131072 --batch 1,8 {FOUR_LAYERS} --cache coded",
     f"--context 131072 --batch 1,8 {FOUR_LAYERS} --cache packed",
+    f"--context 131072 --batch 1 {FOUR_LAYERS} --cache packed --cache-option exact=0",
+    f"--context 131072 --batch 1 {FOUR_LAYERS} --cache packed --cache-option estimate=true",
     f"--context 131072 --batch 1,8 {FOUR_LAYERS} --cache-option look=4",
     f"--context 32768 --batch 1 {FOUR_LAYERS} --weights int4",
     "--context 131072 --layers 4 --cache full",
@@ -125,6 +128,13 @@ def test_pages_of_a_tpu_come_together(target):
     line = "--layers 4 --cache-option dense_layers=2 --context 131072"
     (row,) = json_lines(target, "bench.program", "--target", target, *line.split())
     assert row["host_copies"] > 0 and not row["serial_waits"] and not row["pool_copies"]
+
+
+@pytest.mark.slow
+def test_codes_without_pages_compile_for_a_tpu():
+    line = "--layers 4 --cache-option dense_layers=2 --context 131072 --cache packed --cache-option exact=0"
+    (row,) = json_lines("v5e", "bench.program", "--target", "v5e", *line.split())
+    assert (row["pool_bytes"], row["pool_copies"]) == (0, [])
 
 
 @pytest.mark.slow

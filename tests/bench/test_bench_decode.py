@@ -5,6 +5,7 @@ import json
 import sys
 import types
 
+import jax
 import numpy as np
 import pytest
 import transformers
@@ -61,9 +62,16 @@ def test_a_filled_clustered_cache_is_whole(model):
 
 @pytest.mark.slow
 def test_a_filled_packed_cache_has_codes_of_all_pages(model):
+    """Without pages in host memory the same codes."""
     policy = Packed(budget=64)
-    plan = make_plan(model, policy, batch_size=1, prompt_tokens=CONTEXT, new_tokens=16)
+    plan, alone = (
+        make_plan(model, x, batch_size=1, prompt_tokens=CONTEXT, new_tokens=16) for x in (policy, Packed(budget=64, exact=0))
+    )
     state, pool = fill(model, plan, policy, context=CONTEXT)
+    codes, empty = fill(model, alone, Packed(budget=64, exact=0), context=CONTEXT)
+    assert empty == ()
+    for mine, same in zip(state.cache.layers, codes.cache.layers, strict=True):
+        assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), mine.index, same.index))
     pages = stored(pool, state.cache.table)[0]
     for layer, layer_state in enumerate(state.cache.layers):
         index = layer_state.index

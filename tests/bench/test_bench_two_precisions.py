@@ -6,12 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import code_reads, coded_attention, two_precisions
+from bench import code_errors, code_reads, coded_attention, two_precisions
 from bench.capture import Captured
 from bench.coded_attention import Coding
 from bench.methods import RERANKED, form, residents
 from bench.page_attention import index_of, select
 from icejax.ops.pages import key_codes
+from tests.ops import test_key_codes
 
 HEADS, GROUP, SIZE, TOKENS = 2, 2, 32, 700
 
@@ -62,7 +63,9 @@ def test_errors_and_bytes_equal_plain_numpy(layer, by_token):
     ones = jnp.asarray(mask[None])
     keys = key_codes.decode_keys(key_codes.encode_keys(jnp.asarray(k[None]), ones, 4, "bfloat16"), 16, 4, "float32")
     if by_token:
-        values = key_codes.decode_by_token(key_codes.encode_by_token(jnp.asarray(v[None]), ones, 4, "bfloat16"), SIZE, 4)
+        values = coded_attention.decode_by_token(
+            coded_attention.encode_by_token(jnp.asarray(v[None]), ones, 4, "bfloat16"), SIZE, 4, "float32"
+        )
     else:
         values = key_codes.decode_keys(key_codes.encode_keys(jnp.asarray(v[None]), ones, 4, "bfloat16"), 16, 4, "float32")
     keys, values = np.asarray(keys)[0], np.asarray(values.astype("float32"))[0]
@@ -158,6 +161,38 @@ def test_command_prints_rows_of_equal_bytes(capsys):
     assert all(row["layers"] == 4 and 0 < row["error"] < 0.5 for row in rows) and len(err.splitlines()) == len(rows) + 1
 
 
+@pytest.mark.parametrize("size", [64, 40])
+def test_values_by_token_share_a_line_in_groups_of_32(size):
+    v, mask = test_key_codes.drawn(size)
+    codes = coded_attention.encode_by_token(jnp.asarray(v), jnp.asarray(mask), 4, "float32")
+    decoded = np.asarray(coded_attention.decode_by_token(codes, size, 4, "float32"))
+    assert (
+        codes.low.shape == (*test_key_codes.SHAPE[:2], test_key_codes.SHAPE[2] * 2, test_key_codes.SHAPE[3])
+        and decoded.shape == v.shape
+    )
+    for page in np.ndindex(*test_key_codes.SHAPE[:3]):
+        for first in range(0, size, 32):
+            values = v[page][mask[page], first : first + 32]
+            if len(values):
+                test_key_codes.assert_nearest(decoded[page][mask[page], first : first + 32].T, values.T, 4)
+    assert not decoded[~mask].any()
+
+
+@pytest.mark.slow
+def test_estimates_of_the_codes_error_are_near_it(capsys):
+    """With all pages in codes; where digests stand beside them the estimate is `tolerant`'s, whose factor is 1.48."""
+    line = ["--length", "4096", "--texts", "code", "--bits", "4", "--steps", "32", "--budgets", "64"]
+    assert code_errors.main(line) == 0
+    rows = [json.loads(x) for x in capsys.readouterr().out.splitlines()]
+    assert [(row["form"], row["exact"], row.get("knows")) for row in rows] == [
+        ("packed", 0, None),
+        ("packed", 32, None),
+        *((form, 32, knows) for form in ("coded", "look") for knows in ("both", "without_codes")),
+    ]
+    assert all(row["steps"] == 8 and 1 < row["ratio"] < 2 for row in rows)
+    assert all(row["spearman"] > 0.7 and row["coverage"] == 1.0 for row in rows[:2])
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_timed_forms_read_the_same_codes(bits):
     rng = np.random.default_rng(bits)
@@ -171,7 +206,8 @@ def test_timed_forms_read_the_same_codes(bits):
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     for form_name in code_reads.FORMS:
-        actual = code_reads.coded(*map(jnp.asarray, (q, ids)), codes, *map(jnp.asarray, (k, v)), bits=bits, form=form_name)
+        laid = [code_reads.channel_after_channel(x, bits) for x in codes] if form_name == "channels" else codes
+        actual = code_reads.coded(*map(jnp.asarray, (q, ids)), laid, *map(jnp.asarray, (k, v)), bits=bits, form=form_name)
         np.testing.assert_allclose(actual[0], weights, rtol=1e-3, atol=1e-6)
         np.testing.assert_allclose(actual[1], np.einsum("kgs,ksh->kgh", weights, values), rtol=1e-3, atol=1e-5)
         best = np.argsort(-weights[0].sum(0))[0]

@@ -21,14 +21,17 @@ def test_codes_stand_for_the_line_nearest_to_the_keys(bits):
     rng = np.random.default_rng(bits)
     k, mask = rng.standard_normal((2, 3, 200, 8, 21)).astype(np.float32), np.arange(8) < rng.integers(0, 9, (2, 3, 200, 1))
     k[0, 0, 0, :, 0] = 3.0  # a constant channel
-    codes = key_codes.encode_keys(jnp.asarray(np.where(mask[..., None], k, np.nan)), jnp.asarray(mask), bits)
+    codes = key_codes.encode_keys(jnp.asarray(np.where(mask[..., None], k, np.nan)), jnp.asarray(mask), bits, "float32")
     assert (codes.codes.shape, codes.codes.dtype) == ((2, 3, 200, 8 * -(-21 * bits // 8)), "uint8")
     assert codes.low.shape == codes.step.shape == (2, 3, 200, 21)
-    keys = np.asarray(key_codes.decode_keys(codes, 8, bits))
+    keys = np.asarray(key_codes.decode_keys(codes, 8, bits, "float32"))
     for page in np.ndindex(2, 3, 200):
-        if mask[page].any():
-            expected = reference_coded.coded(k[page][mask[page]], bits)
-            np.testing.assert_allclose(keys[page][mask[page]], expected, rtol=0, atol=tolerances.EXACT, err_msg=str(page))
+        if len(expected := k[page][mask[page]]):
+            low, step = reference_coded.line(expected, bits)
+            for actual, y in ((codes.low[page], low), (codes.step[page], step)):
+                np.testing.assert_allclose(actual, y, rtol=0, atol=tolerances.EXACT, err_msg=str(page))
+            apart, nearest = np.abs(keys[page][mask[page]] - expected), reference_coded.distance(expected, low, step, bits)
+            np.testing.assert_allclose(apart, nearest, rtol=0, atol=tolerances.EXACT, err_msg=str(page))
         else:
             assert not keys[page].any()
 
@@ -51,7 +54,7 @@ def test_codes_go_where_their_pages_go():
     index = tree.with_pages(tree.empty(spec, 6), tree.describe(k, v, jnp.ones(size[:-1], bool)), jnp.int32(0))
     moved = tree.after_move(index, jnp.array([5, 4]), jnp.array([True, False]), jnp.int32(2), behind=4)
     for vectors in ("keys", "values"):
-        before, after = (np.asarray(key_codes.decode_keys(getattr(x.codes, vectors), 8, 4)) for x in (index, moved))
+        before, after = (np.asarray(key_codes.decode_keys(getattr(x.codes, vectors), 8, 4, "float32")) for x in (index, moved))
         np.testing.assert_array_equal(after[:, :, :3], before[:, :, [0, 1, 5]])
         assert before.any((0, 1, 3, 4)).all() and not after[:, :, 3:].any()
 

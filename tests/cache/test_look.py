@@ -44,10 +44,10 @@ def test_as_many_pages_are_looked_at_as_bring_the_bytes_of_today():
         policy = Clustered(look=look)
         codes = policy.pool(spec()).codes
         pool = pool_shapes((1, 1, 64, 1, 2, 16, 64), "bfloat16", codes)
-        assert policy.num_looked(10_000, pool) == pages
-        assert policy.num_looked(50, pool) == 50
+        assert policy.reads.num_selected(10_000, pool) == pages
+        assert policy.reads.num_selected(50, pool) == 50
         assert pages * codes + 192 * 256 <= 1.05 * (112 * 16 * 128 + 192 * 128) < (pages + 1) * codes + 192 * 256
-    assert Clustered(look=4, looked=20).num_looked(10_000, pool) == 20
+    assert Clustered(look=4, looked=20).reads.num_selected(10_000, pool) == 20
 
 
 def spec(**sizes) -> CacheSpec:

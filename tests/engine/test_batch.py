@@ -196,8 +196,12 @@ def test_twins_that_settle_write_to_extents_of_their_own(model):
 
 
 @pytest.mark.slow
-def test_small_budget_selects_as_alone_where_pages_align(model):
-    policy = Clustered(budget=64, page_size=PAGE, compact_every=32)
+@pytest.mark.parametrize(
+    "policy",
+    [Clustered(budget=64, page_size=PAGE, compact_every=32), Packed(budget=64, page_size=PAGE, exact=0)],
+    ids=["clustered", "packed"],
+)
+def test_small_budget_selects_as_alone_where_pages_align(model, policy):
     batch, prompt = Batch(model, policy, rows=2), families.tokens(240)
     batch.step(32)
     batch.join(prompt, 1)

@@ -32,7 +32,7 @@ def assert_codes(plan, state, pool, *, fewest: int) -> None:
         policy, counts = plan.policies[layer], np.asarray(plan.policies[layer].counts(state.cache.layers[layer]))
         counts = counts[:, :, : pages.shape[1]]
         data = codes[:, : counts.shape[2], nth, :, 0, 0].swapaxes(1, 2)  # B K P n
-        coded = policy._codes(plan.spec.planes).read(jnp.asarray(data), jnp.asarray(counts))
+        coded = policy.reads._codes(plan.spec.planes).read(jnp.asarray(data), jnp.asarray(counts))
         assert (counts > 0).sum(-1).min() >= fewest
         slots = np.arange(policy.page_size) < counts[..., None]
         for plane, vectors in enumerate((coded.keys, coded.values)):

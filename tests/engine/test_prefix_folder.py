@@ -12,7 +12,7 @@ import time
 import pytest
 
 import icejax
-from icejax.cache.registry import Clustered, Coded, Full, SnapKV
+from icejax.cache.registry import Clustered, Coded, Full, Packed, SnapKV
 from icejax.checks.errors import InputError
 from icejax.engine.sampling import Sampling
 from icejax.engine.serving import core as core_module
@@ -23,7 +23,12 @@ from tests.helpers import families
 from tests.helpers.letters import Letters
 
 PAGES = dict(budget=2048, page_size=8, compact_every=32)  # a budget for all tokens, even in partly filled pages
-CACHES = {"full": Full(), "clustered": Clustered(**PAGES), "coded": Coded(**PAGES), "look": Clustered(**PAGES, look=4)}
+CACHES = {
+    "full": Full(),
+    "clustered": Clustered(**PAGES),
+    "coded": Coded(**PAGES),
+    "look": Clustered(**PAGES, look=4),
+}
 DOCUMENT = families.tokens(300)
 PROMPTS = [[*DOCUMENT, *families.tokens(20 + 5 * i, seed=i)] for i in range(5)]
 OTHER = [*families.tokens(300, seed=9), *families.tokens(20)]
@@ -109,6 +114,16 @@ def test_a_later_engine_answers_behind_a_stored_prefix(model, expected, tmp_path
     while core._prefix_cache.prefixes.evict():
         pass
     assert_all_free(core)
+
+
+@pytest.mark.slow
+def test_codes_without_pages_come_back_from_memory_and_disk(model, tmp_path):
+    cache = Packed(budget=64, page_size=8, exact=0)
+    core = core_of(model, tmp_path, cache)
+    ask(core, *PROMPTS[:2])
+    (kept,), (read,) = ask(core, PROMPTS[2]), ask(core_of(model, tmp_path, cache), PROMPTS[2])
+    assert kept.cached_tokens == read.cached_tokens == 256
+    assert_equal(read, kept)
 
 
 def test_a_prompt_that_is_a_stored_prefix_needs_no_prefill(model, folder):

@@ -147,10 +147,10 @@ class Layer:
             extents = extents_for(policy.pool(self.spec).pages)
             # Reversed: a row's extents are not in the order of the pool.
             table = np.arange(extents * len(lengths), dtype=np.int32).reshape(extents, -1).T[::-1].copy()
-            count = len(without_codes(pages))
-            shape = (table.size, 1, host_pool.EXTENT, *without_codes(pages).shape[2:])
+            whole = without_codes(pages)
+            count, shape = (len(whole), whole.shape[2:]) if len(whole) else (PROMPT // policy.page_size, (KV_HEADS, 0, 0, 0))
             self.table = jnp.asarray(table)
-            self.pool = host_pool.allocate(shape, "float32", policy.pool(self.spec).codes)
+            self.pool = host_pool.allocate((table.size, 1, host_pool.EXTENT, *shape), "float32", policy.pool(self.spec).codes)
             self.pool = host_pool.write_pages(self.pool, of_one_layer(pages), self.table, 0)
             self.lengths = replace(self.lengths, next_page=jnp.int32(count))
         self.programs = programs(policy, softcap)
@@ -166,7 +166,8 @@ class Layer:
             page = jax.tree.map(lambda x: x[None, None], page)
             self.pool = host_pool.write_pages(self.pool, page, self.table, self.lengths.next_page)
             self.lengths = replace(self.lengths, next_page=self.lengths.next_page + 1)
-        if self.pool is not None and self.policy.compact_every and clock % self.policy.compact_every == 0:
+        compact_every = 0 if self.pool is None else self.policy.pool(self.spec).compact_every
+        if compact_every and clock % compact_every == 0:
             count = self.policy.compact_every // self.policy.page_size
             self.state, pages = self.programs.compact(self.state, self._pool, self.lengths)
             self.pool = host_pool.write_pages(self.pool, of_one_layer(pages), self.table, self.lengths.next_page - count)

@@ -117,6 +117,7 @@ POLICIES = (
     Row("coded", Coded(budget=64, compact_every=32), lambda n: Coded(budget=2 * n, compact_every=32), slow=True),
     Row("coded-pages", Coded(budget=64, singly=False), lambda n: Coded(budget=2 * n, singly=False), slow=True),
     Row("packed", Packed(budget=64, compact_every=32), lambda n: Packed(budget=2 * n, compact_every=32), slow=True),
+    Row("packed-alone", Packed(budget=64, exact=0), None, keeps_all=False, slow=True),
     Row("quest", Quest(budget=64), lambda n: Quest(budget=2 * n)),
     Row("snapkv", SnapKV(budget=64, window=16), lambda n: SnapKV(budget=n), keeps_all=False),
     Row("h2o", H2O(budget=64, recent=16), lambda n: H2O(budget=n), keeps_all=False),

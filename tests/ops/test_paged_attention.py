@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.ops.attention.dense import Scoring
-from icejax.ops.pages.paged_attention import attend_paged, attend_whole
+from icejax.ops.attention.dense import Attended, Scoring
+from icejax.ops.pages.paged_attention import attend_beside, attend_paged, attend_whole
 from tests import tolerances
 from tests.helpers.dense import capped
 from tests.helpers.run import jitted
@@ -115,3 +115,28 @@ def test_half_precision_is_finite_and_near(dtype, scale):
     assert np.isfinite(np.asarray(actual.out)).all()
     if scale == 1.0:
         np.testing.assert_allclose(actual.out[0], expected, atol=0.03)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_tokens_beside_a_rest_equal_numpy(softcap):
+    """Of the second row no slot has a token: the rest alone is left, and no NaN."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(x) for x in ((2, GROUP, SIZE), (2, 9, SIZE), (2, 9, 8)))
+    mask, rest = (
+        np.array([[True] * 7 + [False] * 2, [False] * 9]),
+        [rng.standard_normal(x) for x in ((2, GROUP, 8), (2, GROUP))],
+    )
+    cast = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
+    parts = map(cast, (q, np.where(mask[..., None], k, np.nan), v))
+    attended, weights = attend_beside(*parts, jnp.asarray(mask), Attended(*map(cast, rest)), scoring=Scoring(0.25, softcap))
+    scores = np.concatenate([capped(0.25 * q[0] @ k[0, :7].T, softcap), rest[1][0][:, None]], axis=1)
+    lse = np.logaddexp.reduce(scores, axis=1)
+    shares = np.exp(scores - lse[:, None])
+    np.testing.assert_allclose(attended.lse[0], lse, rtol=0, atol=tolerances.EXACT)
+    np.testing.assert_allclose(
+        attended.out[0], shares[:, :7] @ v[0, :7] + shares[:, 7:] * rest[0][0], rtol=0, atol=tolerances.EXACT
+    )
+    np.testing.assert_allclose(weights[0], [*shares[:, :7].sum(0), 0, 0], rtol=0, atol=tolerances.EXACT)
+    for actual, expected in zip(attended, rest, strict=True):
+        np.testing.assert_allclose(actual[1], expected[1], rtol=0, atol=tolerances.EXACT)
+    assert not np.asarray(weights[1]).any()

@@ -7,19 +7,24 @@ import numpy as np
 from tests.reference.packed import Packed
 
 
-def coded(keys: np.ndarray, bits: int) -> np.ndarray:
-    """Returns the keys [p, H] of a page after coding: in each channel the least-squares line through (code, key).
+def line(keys: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns offset and step of each channel of a page [p, H]: the least-squares line through (code, key).
 
-    The channel 0, 1, 3 in 1 bit has the codes 0, 0, 1 and comes back as 0.5, 0.5, 3.
+    A code is first the nearest of 2^bits numbers from the least key to the largest. The channel 0, 1, 3 in 1 bit has the codes
+    0, 0, 1, offset 0.5 and step 2.5.
     """
-    keys = keys.astype(np.float32)
-    low, width = keys.min(0), np.maximum(keys.max(0) - keys.min(0), np.float32(1e-30))
+    low, width = keys.min(0), np.maximum(np.ptp(keys, axis=0), np.float32(1e-30))
     codes = np.round((keys - low) / width * np.float32(2**bits - 1)).astype(np.float64)
-    decoded = np.empty(keys.shape)
-    for channel, (x, y) in enumerate(zip(codes.T, keys.T.astype(np.float64), strict=True)):
-        line = np.stack([np.ones_like(x), x], axis=1)
-        decoded[:, channel] = line @ np.linalg.lstsq(line, y, rcond=None)[0]
-    return decoded
+    lines = []
+    for x, y in zip(codes.T, keys.T.astype(np.float64), strict=True):
+        columns = np.stack([np.ones_like(x), x], axis=1)
+        lines.append(np.linalg.lstsq(columns, y, rcond=None)[0] if np.ptp(x) else np.array([y.mean(), 0.0]))
+    return tuple(np.array(lines).T)
+
+
+def distance(keys: np.ndarray, low: np.ndarray, step: np.ndarray, bits: int) -> np.ndarray:
+    """Returns how far each key [p, H] is from the nearest value that a code may stand for."""
+    return np.abs(low + np.arange(2**bits)[:, None, None] * step - keys).min(0)
 
 
 class Tokens(Packed):

@@ -60,6 +60,7 @@ class Packed(Reference):
         keys, values = self.coded_pages(self.pages)
         near = np.logaddexp.reduce(q @ self.k[resident].T * scale, axis=1)
         room = self.policy.budget - layout.sinks - layout.slots
+        room = room if self.policy.exact is None else self.policy.exact
         best, out, lse = rest(q @ keys.T * scale, near, values, room)
         exact = np.concatenate([resident, tokens[best]])
         scores = q @ self.k[exact].T * scale

@@ -108,7 +108,7 @@ class DigestPages(SimilarPages):
             from_keys=from_keys,
         )
         tail = Attended(result.tail_out[..., : heads.v.shape[-1]], result.tail_lse)  # a latent layer's tail has whole keys
-        return Selection(result.page_ids, result.counts, None, tail, result.tail_uneven, from_keys, result.path)
+        return Selection(result.page_ids, result.counts, None, tail, result.tail_uneven, from_keys, choice=result.path)
 
     def guess(self, heads: Heads, view: View) -> Float[Array, "B K G H"] | None:
         """Returns the guessed queries to select pages by; None: the layer's own queries select."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.bases.pool_attention import attend_pages
+from icejax.cache.bases.pool_attention import Read, attend_pages
 from icejax.cache.bases.selection import Selection, num_attended
 from icejax.cache.bases.window import Planes, Window, WindowState
 from icejax.cache.index.base import PageIndex
@@ -104,8 +104,7 @@ class Retrieval(CachePolicy):
         Default: attends to all selected pages and merges the tail. Assumes that every row has a token in sinks or window.
         """
         parts = (merge_heads(heads.by_group()), tuple(map(merge_heads, near)), tuple(map(merge_heads, pages)))
-        bias = None if found.bias is None else merge_heads(found.bias)
-        attended, weights = attend_whole(*parts, bias, scoring=heads.scoring)
+        attended, weights = attend_whole(*parts, jax.tree.map(merge_heads, found.bias), scoring=heads.scoring)
         if found.tail is not None:
             attended = merge_by_lse(*attended, *map(merge_heads, found.tail))
         shape = pages[2].shape
@@ -141,8 +140,7 @@ class Retrieval(CachePolicy):
         return PagedState(self.window_layout.init(spec), index, ids, weights, held, zeros)
 
     def prefill(self, state: PagedState, heads: Heads, attended: Attended, view: View) -> Outcome:
-        lengths = Lengths.of(heads.lengths)
-        window, middle = self.window_layout.after_prompt(heads.planes(len(state.window.sinks)), lengths)
+        window, middle = self.window_layout.after_prompt(heads.planes(len(state.window.sinks)), Lengths.of(heads.lengths))
         pages, described, shared = self._packed(*middle, view.shared)
         state = replace(state, window=window, index=self.index.of_prompt(state.index, described))
         return Outcome(state, pages=pages, shared=shared)
@@ -175,8 +173,7 @@ class Retrieval(CachePolicy):
                 pages, fetched = pool.fetch_live(found.ids, wanted)
         with jax.named_scope("attend"):
             attended, weights = self.attend(heads, near, self._of_planes(heads, pages, found.counts), found)
-        held = pages if self.resident else state.held
-        return attended, found, replace(state, weights=weights, held=held, fetched=fetched)
+        return attended, found, replace(state, weights=weights, held=pages if self.resident else state.held, fetched=fetched)
 
     def _of_planes(self, heads: Heads, pages: Fetched, counts: Int[Array, "B K M"]) -> Pages:
         """Returns keys, values and mask of fetched pages that hold `counts` tokens."""
@@ -189,8 +186,7 @@ class Retrieval(CachePolicy):
         with jax.named_scope("pack"):
             window, leaving = self.window_layout.extended(state.window, heads, view.lengths)
             pages, described, shared = self._packed(*leaving, view.shared)
-            first = view.lengths.next_page
-            index = self.index.with_pages(state.index, described, first)
+            index = self.index.with_pages(state.index, described, view.lengths.next_page)
         used = (leaving[1].sum(1).max() + self.page_size - 1) // self.page_size
         return Outcome(replace(state, window=window, index=index), attended, pages, used, shared)
 
@@ -200,7 +196,12 @@ class Retrieval(CachePolicy):
         for planes, mask in zip((state.window.sinks, state.window.newest), masks, strict=True):
             near = (*heads.from_planes(planes), per_head(mask, heads.k.shape[2]))
             attended = merge_by_lse(*attended, *attend_all(heads.q, *near, scoring=heads.scoring))
-        return attend_pages(Attended(*attended), heads, view, self.index.counts(state.index))
+        return attend_pages(Attended(*attended), heads, self.reader(state, view), self.counts(state), view.lengths.next_page)
+
+    def reader(self, state: PagedState, view: View) -> Read:
+        """Returns a function that reads pages for a new text; the pool's are exact."""
+        del state
+        return view.pool.fetch
 
     def stored(self, planes: PagePlanes, mask: Bool[Array, "B K P p"]) -> Stored:
         """Returns pages as the pool keeps them; a policy may add codes."""
@@ -295,5 +296,5 @@ class Retrieval(CachePolicy):
         pages = jnp.stack([selected.sum((1, 2)), state.fetched, needed.sum((1, 2))])
         masks, heads = self.window_layout.masks(state.window, lengths, seen=lengths.seen), state.window.sinks[0].shape[1]
         slots, allocated = heads * sum(mask.sum(1) for mask in masks), heads * sum(mask.shape[1] for mask in masks)
-        described = (state.index, state.window.first, state.ids, state.weights, state.fetched)
-        return Report(pages, slots, allocated, sum(x.nbytes for x in jax.tree.leaves(described)))
+        described = jax.tree.leaves((state.index, state.window.first, state.ids, state.weights, state.fetched))
+        return Report(pages, slots, allocated, sum(x.nbytes for x in described))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.ops.attention.dense import Attended
+from icejax.ops.pages.code_error import CodeNoise
 from icejax.ops.pages.value_fit import FromKeys
 
 
@@ -30,6 +31,7 @@ class Selection:
             known.
         from_keys: predicts values from keys, for tokens of selected pages that are not attended exactly; None: those tokens
             count with the mean value of their page.
+        noise: the expected error of codes in the tail; None: not known.
         choice: the selection in the form that follower layers read.
     """
 
@@ -39,6 +41,7 @@ class Selection:
     tail: Attended | None = None  # f32[B, K, G, Hv], f32[B, K, G]
     uneven: jax.Array | None = None  # f32[B, K, G]
     from_keys: FromKeys | None = None
+    noise: CodeNoise | None = None
     choice: Any = None
 
 

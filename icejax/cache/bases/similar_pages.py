@@ -121,6 +121,12 @@ class SimilarPages(Retrieval):
     def extend(self, state: ScaledState, heads: Heads, view: View) -> Outcome:
         return super().extend(state, scaled(heads, state.factors), view)
 
+    def exact_tokens(self, state: ScaledState, lengths: Lengths) -> Float[Array, " B"]:
+        """Returns how many tokens the newest step attended exactly, mean over KV heads."""
+        masks = self.window_layout.masks(state.window, lengths, seen=lengths.seen)
+        near = sum(mask.sum(1, dtype=jnp.float32) for mask in masks)
+        return near + (state.weights > 0).sum((2, 3), dtype=jnp.float32).mean(1)
+
     def report(self, state: ScaledState, lengths: Lengths) -> Report:
         report = super().report(state, lengths)
         return replace(report, digest_bytes=report.digest_bytes + sum(x.nbytes for x in jax.tree.leaves(state.factors)))

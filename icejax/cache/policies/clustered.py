@@ -10,27 +10,22 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from icejax.cache.bases.digest_pages import DigestPages
-from icejax.cache.bases.reranking import KEY_ONLY_FACTOR, attend_best, attend_keys_first
+from icejax.cache.bases.page_reads import InCodes, KeysFirst, WholePages
 from icejax.cache.bases.retrieval import Near, Pages
 from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.similar_pages import ScaledState
-from icejax.cache.bases.two_precisions import BITS, tokens_by_codes
+from icejax.cache.bases.two_precisions import BITS
 from icejax.cache.index.digest_tree import Digested
-from icejax.cache.pool.page_format import PagePlanes, PagesWithCodes, Stored
+from icejax.cache.pool.page_format import PagePlanes, Stored
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Report, View
 from icejax.cache.sizes import CacheSpec, PoolSpec
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import integer, one_of
 from icejax.ops.attention.dense import Attended
-from icejax.ops.pages.code_bytes import PageBytes
 from icejax.ops.pages.digests import Score
-
-MORE = 1.05  # bytes of a step that looks in codes, as a multiple of those of a step that looks exactly
 
 
 @dataclass(frozen=True)
@@ -84,9 +79,9 @@ class Clustered(DigestPages):
             integer("looked", self.looked, most=2**20)
             if self.look is None:
                 raise InputError(f"looked={self.looked} needs look, the bits of the codes: set look=4, or leave looked out")
-            if self.looked < self._fewest_looked:
+            if self.looked < self.reads.fewest:
                 raise InputError(
-                    f"looked must be at least {self._fewest_looked}, whose tokens fill the budget, got {self.looked}"
+                    f"looked must be at least {self.reads.fewest}, whose tokens fill the budget, got {self.looked}"
                 )
 
     def _check_needs(self, option: str, name: str, needed: dict[str, bool | None]) -> None:
@@ -120,98 +115,43 @@ class Clustered(DigestPages):
         return self.reuse > 1
 
     @property
+    def reads(self) -> WholePages:
+        """How a step reads pages."""
+        if self.look:
+            return InCodes(self, bits=self.look, looked=self.looked)
+        return KeysFirst(self) if self.keys_first else WholePages(self, self.rerank)
+
+    @property
     def by_slot(self) -> bool:
-        return bool(self.keys_first or self.look)
+        return self.reads.by_slot
 
     def pool(self, spec: CacheSpec) -> PoolSpec:
-        pool = super().pool(spec)
-        return replace(pool, codes=self._codes(spec.planes).count) if self.look else pool
+        return replace(super().pool(spec), codes=self.reads.code_bytes(spec.planes))
 
     def stored(self, planes: PagePlanes, mask: Bool[Array, "B K P p"]) -> Stored:
-        pages = super().stored(planes, mask)
-        if not self.look:
-            return pages
-        codes = self._codes(tuple(x.shape[-1] for x in planes)).write(planes[0], planes[1] if len(planes) > 1 else None, mask)
-        return PagesWithCodes(pages, codes[..., None, None, :])
-
-    def _codes(self, sizes: tuple[int, ...]) -> PageBytes:
-        """Returns how the codes of pages lie in bytes; `sizes` are the channels of their planes."""
-        return PageBytes(self.page_size, sizes, self.look)
+        return self.reads.stored(super().stored(planes, mask), planes, mask)
 
     def num_ranked(self, pages: int) -> int:
-        return self.pages_for(self.budget, pages, times=KEY_ONLY_FACTOR if self.keys_first else 1)
+        return self.reads.num_ranked(pages)
 
     def num_fetched(self, pages: int) -> int:
-        if self.keys_first:
-            return min(self.num_ranked(pages) * self.page_size, self.max_page_tokens(self.budget))
-        if self.look:
-            return super().num_fetched(pages)
-        return self.num_ranked(pages) if self.rerank else super().num_fetched(pages)
+        return self.reads.num_fetched(pages)
 
     def find(self, heads: Heads, index: Digested, view: View) -> Selection:
         pages = index.levels[0].count.shape[-1]
-        if self.look:
-            return self.walk_pages(heads, index, view, self.num_looked(pages, view.pool.pool))
-        return self.walk_pages(heads, index, view, self.num_ranked(pages) if self.rerank else self.num_fetched(pages))
-
-    def num_looked(self, pages: int, pool: PagesWithCodes) -> int:
-        """Returns how many of `pages` pages of a pool, of arrays or shapes alone, a step looks at in codes."""
-        if self.looked is not None:
-            return min(pages, self.looked)
-        planes, _, width = pool.pages.shape[-3:]
-        vector, exact = width * pool.pages.dtype.itemsize, self.num_fetched(2**20)
-        # A step that looks exactly fetches the keys of twice as many pages as whole ones, and values of the exact tokens.
-        today = self.pages_for(self.budget, 2**20) * self.page_size * planes * vector + exact * (planes - 1) * vector
-        room = int(MORE * today) - exact * planes * vector
-        return min(pages, max(self._fewest_looked, room // pool.codes.shape[-1]))
-
-    @property
-    def _fewest_looked(self) -> int:
-        """How many pages have the tokens that are attended exactly."""
-        return -(-self.num_fetched(2**20) // self.page_size)
+        return self.walk_pages(heads, index, view, self.reads.num_selected(pages, view.pool.pool))
 
     def fetch_and_attend(
         self, state: ScaledState, heads: Heads, near: Near, found: Selection, view: View
     ) -> tuple[Attended, Selection, ScaledState]:
-        if self.look:
-            return self._look(state, heads, near, found, view)
-        if not self.keys_first:
-            return super().fetch_and_attend(state, heads, near, found, view)
-        digests = state.index.levels[0]
-        max_tokens = self.num_fetched(digests.count.shape[-1])
-        attended, found, weights, fetched = attend_keys_first(
-            heads, near, digests, found, view.pool, budget=self.budget, page_size=self.page_size, most=max_tokens
-        )
-        return attended, found, replace(state, weights=weights.reshape(state.weights.shape), fetched=fetched)
-
-    def _look(
-        self, state: ScaledState, heads: Heads, near: Near, selected: Selection, view: View
-    ) -> tuple[Attended, Selection, ScaledState]:
-        """Fetches the codes of the selected pages, and then keys and values of their best tokens."""
-        ids, p, pool = selected.ids, self.page_size, view.pool
-        with jax.named_scope("fetch"):
-            (codes,), fetched_pages = pool.codes.fetch_live(ids, selected.counts > 0)
-        with jax.named_scope("attend"):
-            sizes = (heads.k.shape[-1], heads.v.shape[-1])[: pool.pages.shape[-3]]
-            pages = self._codes(sizes).read(codes[..., 0, :], selected.counts)
-            wanted = self.num_fetched(self.index.counts(state.index).shape[-1])
-            tokens = tokens_by_codes(heads, near, pages, selected.tail, page_size=p, bits=self.look, wanted=wanted)
-            slots = jnp.take_along_axis(ids, tokens.ids // p, axis=2, mode="promise_in_bounds") * p + tokens.ids % p
-        best = replace(selected, ids=slots, counts=tokens.counts, tail=tokens.rest)
-        attended, best, state = super().fetch_and_attend(state, heads, near, best, view)
-        slot = pool.pages.shape[-3] * pool.pages.shape[-1] * pool.pages.dtype.itemsize
-        fetched = state.fetched - (-fetched_pages * codes.shape[-1] // slot)  # codes count as so many slots, rounded up
-        return attended, best, replace(state, fetched=fetched)
+        return self.reads.fetch_and_attend(state, heads, near, found, view)
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Selection) -> tuple[Attended, Float[Array, "B K M p"]]:
-        if not self.rerank or self.look:
-            return super().attend(heads, near, pages, found)
-        max_tokens = self.max_page_tokens(self.budget)
-        return attend_best(heads, near, pages, found, self.budget, most=max_tokens, tail=self.tail)[:2]
+        return self.reads.attend(heads, near, pages, found)
 
     def report(self, state: ScaledState, lengths: Lengths) -> Report:
         report = super().report(state, lengths)
-        if not (self.keys_first or self.look):
+        if not self.by_slot:
             return report
         return replace(report, pages=report.pages.at[2].set(state.fetched))  # all that was fetched was needed
 

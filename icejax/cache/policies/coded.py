@@ -73,13 +73,11 @@ class Coded(DigestPages):
         tokens = attend_codes(
             heads.by_group(),
             replace(at(index.codes, pages.ids), count=pages.counts),
-            pages.tail.lse,
+            pages.tail,
             scoring=heads.scoring,
             page_size=p,
             bits=self.codes,
             wanted=self.num_fetched(num_pages),
-            value_size=heads.v.shape[-1],
-            tail=pages.tail,
             guess=self.guess(heads, view),
             whole=not self.singly,
         )

@@ -189,10 +189,7 @@ class Tolerant(DigestPages):
 
     def report(self, state: EstimatedState, lengths: Lengths) -> Report:
         report = super().report(state, lengths)
-        masks = self.window_layout.masks(state.window, lengths, seen=lengths.seen)
-        tokens = sum(mask.sum(1, dtype=jnp.float32) for mask in masks)
-        tokens += (state.weights > 0).sum((2, 3), dtype=jnp.float32).mean(1)
-        return replace(report, estimates=jnp.stack([state.error, tokens]))
+        return replace(report, estimates=jnp.stack([state.error, self.exact_tokens(state, lengths)]))
 
 
 def _exact_attention(heads: Heads, q: Float[Array, "B 1 N H"], seen: Int[Array, " B"]) -> Float[Array, "B 1 N Hv"]:

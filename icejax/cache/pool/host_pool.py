@@ -3,9 +3,9 @@
 Retrieval policies fetch pages [B, K, M] from a `PoolLayer`; the engine writes pages after prefill, flush and compact. The pool
 is one array `uint[E, L, 64, K, planes, rows, W]` of bit patterns (`page_format.py`) in `pinned_host` memory: XLA:CPU would
 rewrite a bf16 update through an fp32 copy of the whole buffer. Keys and values are two planes; keys that hold their values are
-one. A policy that keeps codes of its pages has a second array for them (`PagesWithCodes`). The pool consists of extents of 64
-pages; a table names the extents of each row, so that a short row takes few. With the table row [5, 2] page 70 is page 6 of
-extent 2.
+one. A policy that keeps codes of its pages has a second array for them (`PagesWithCodes`), and one that keeps all on the device
+has no array, but (). The pool consists of extents of 64 pages; a table names the extents of each row, so that a short row takes
+few. With the table row [5, 2] page 70 is page 6 of extent 2.
 
 A program that only reads the pool never copies it. A program that writes the pool takes it by donation and does nothing else
 with it, because XLA:GPU copies a pool that one program both reads and writes.
@@ -26,6 +26,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from icejax.cache.pool.page_format import (
     BYTES,
+    NoPages,
     PagesWithCodes,
     decode_pages,
     encode_pages,
@@ -38,9 +39,9 @@ from icejax.runtime.host_reads.backends import BACKENDS, MASKED_BACKENDS
 
 EXTENT = 64  # pages
 MISSING = 32  # pages read at a time by `fetch_missing`
-Pool = UInt[Array, "E L 64 K planes rows W"] | PagesWithCodes
-Extent = UInt[Array, "L 64 K planes rows W"] | PagesWithCodes
-NewPages = Float[Array, "M l B K planes p W"] | PagesWithCodes
+Pool = UInt[Array, "E L 64 K planes rows W"] | PagesWithCodes | NoPages
+Extent = UInt[Array, "L 64 K planes rows W"] | PagesWithCodes | NoPages
+NewPages = Float[Array, "M l B K planes p W"] | PagesWithCodes | NoPages
 Table = Int[Array, "B X"]  # extent of each 64 pages of a row
 Values = Float[Array, "B K M p W"] | UInt[Array, "B K M p W"]
 Fetched = tuple[Values, ...]  # the planes of pages, padded to the width of the pool; codes are bytes
@@ -57,7 +58,7 @@ class PoolLayer:
         plane: the only plane to read; None: all planes.
     """
 
-    pool: jax.Array | PagesWithCodes  # uint[E, L, 64, K, planes, rows, W], pinned_host
+    pool: jax.Array | PagesWithCodes | NoPages  # uint[E, L, 64, K, planes, rows, W], pinned_host
     extents: jax.Array  # i32[B, X], extent of each 64 pages of a row
     ended: jax.Array | None  # bool[B], rows that have ended; None: every row is read
     layer: int | jax.Array  # a traced index where one program serves all layers
@@ -100,7 +101,6 @@ class PoolLayer:
         batch = len(page_ids)
         table, rows = self._page_table(page_ids)
         rows, live = rows.reshape(batch, -1), jnp.flatnonzero(~self.ended, size=batch, fill_value=0)
-
         shapes = jax.eval_shape(self.fetch, page_ids)
 
         def fetch_row(i: jax.Array, pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -108,8 +108,7 @@ class PoolLayer:
             return tuple(lax.dynamic_update_index_in_dim(x, y, live[i], 0) for x, y in zip(pages, planes, strict=True))
 
         def fetch_rows() -> tuple[jax.Array, ...]:
-            zeros = tuple(jnp.zeros(x.shape, x.dtype) for x in shapes)
-            return lax.fori_loop(0, (~self.ended).sum(), fetch_row, zeros)
+            return lax.fori_loop(0, (~self.ended).sum(), fetch_row, tuple(jnp.zeros(x.shape, x.dtype) for x in shapes))
 
         return lax.cond(self.ended.any(), fetch_rows, lambda: self.fetch(page_ids))
 
@@ -178,8 +177,10 @@ class PoolLayer:
         table, rows = self._table(page_ids)
         return (table, rows) if self.plane is None else (table.reshape(-1, 1, height, width), rows * planes + plane)
 
-    def run(self, first: Int[Array, ""], count: int) -> jax.Array | PagesWithCodes:
+    def run(self, first: Int[Array, ""], count: int) -> jax.Array | PagesWithCodes | NoPages:
         """Returns the `count` pages [count, B, K, planes, p, W] from page `first` on, with their codes, on the device."""
+        if isinstance(self.pages, tuple):
+            return ()
         if isinstance(self.pool, PagesWithCodes):
             return PagesWithCodes(replace(self, pool=self.pages).run(first, count), self.codes.run(first, count))
         ids = first + jnp.arange(count, dtype=jnp.int32)

@@ -35,11 +35,12 @@ class PagesWithCodes(NamedTuple):
     codes: jax.Array
 
 
+NoPages = tuple[()]  # the pages of a pool without planes, whose policy keeps all of a token on the device
 PagePlanes = Sequence[Float[Array, "B K P p _"]]  # the planes of pages before they are stacked
-Stored = Float[Array, "*P planes p W"] | PagesWithCodes  # pages as the pool keeps them
+Stored = Float[Array, "*P planes p W"] | PagesWithCodes | NoPages  # pages as the pool keeps them
 
 
-def without_codes(pages: jax.Array | PagesWithCodes) -> jax.Array:
+def without_codes(pages: jax.Array | PagesWithCodes | NoPages) -> jax.Array | NoPages:
     """Returns the pages alone."""
     return pages.pages if isinstance(pages, PagesWithCodes) else pages
 
@@ -50,7 +51,9 @@ def bits_dtype(dtype: str) -> np.dtype:
 
 
 def pool_shapes(shape: tuple[int, ...], dtype: str, codes: int = 0) -> Any:
-    """Returns the shapes and bit patterns of the arrays of a pool, from what `host_pool.allocate` takes."""
+    """Returns the shapes and bit patterns of the arrays of a pool, from what `host_pool.allocate` takes; () without planes."""
+    if not shape[4]:
+        return ()
     pages = jax.ShapeDtypeStruct(shape, bits_dtype(dtype))
     return PagesWithCodes(pages, jax.ShapeDtypeStruct((*shape[:4], 1, 1, codes), BYTES)) if codes else pages
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from icejax.cache.pool.host_pool import PoolLayer
-from icejax.cache.pool.page_format import PagesWithCodes
+from icejax.cache.pool.page_format import NoPages, PagesWithCodes
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Shared, View
 from icejax.engine.plan import Plan
 from icejax.models.decoder import DecoderLayer
@@ -44,7 +44,7 @@ class LayerInputs:
     shared: Shared | None
     lengths: Lengths
     done: jax.Array  # bool[B]
-    pool: jax.Array | PagesWithCodes | None
+    pool: jax.Array | PagesWithCodes | NoPages | None
     table: jax.Array | None  # i32[B, X]
     number: jax.Array | None  # i32[]
 

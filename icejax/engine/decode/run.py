@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from icejax.cache.pool.host_pool import Pool
-from icejax.cache.pool.page_format import PagesWithCodes, pool_bytes
+from icejax.cache.pool.page_format import NoPages, PagesWithCodes, pool_bytes
 from icejax.cache.protocol import CachePolicy, KVCache
 from icejax.cache.registry import display_name
 from icejax.checks.errors import InputError
@@ -39,7 +39,7 @@ class Run:
     decoding: DecodePrograms
     state: DecodeState
     step: Step
-    pool: jax.Array | PagesWithCodes | None
+    pool: jax.Array | PagesWithCodes | NoPages | None
     watch: Callable[[DecodeState], None] | None = None
     fed: Step | None = None
     renewing: bool = False
@@ -151,7 +151,7 @@ def run_constants(run: Run, cache: CachePolicy) -> RunConstants:
         device_kv_bytes=(device_bytes - digest_bytes) // batch,
         digest_bytes=digest_bytes // batch,
         host_kv_bytes=pool_bytes(run.pool) // batch,
-        fetch_backend=plan.fetch_backend if run.pool is not None else None,
+        fetch_backend=plan.fetch_backend or None,
         device=devices.device_name(),
         dtype=model.dtype,
     )

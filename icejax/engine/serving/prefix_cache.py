@@ -36,6 +36,9 @@ def divided(plan: Plan, memory: int) -> tuple[int, int]:
     if not plan.pooled:
         return 0, memory
     extent = pool_bytes(pool_shapes(*plan.pool_sizes(1)))
+    if not extent:  # extents number the pages on the device, whose codes have at least two bits a channel
+        slots = EXTENT * plan.page_size * plan.spec.num_kv_heads * len(plan.pooled)
+        return memory // (slots * sum(plan.spec.planes) // 4), memory
     return int(memory * POOL_SHARE) // extent, int(memory * (1 - POOL_SHARE))
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from icejax.ops.attention.dense import EINSUM, Attended, Scoring, masked_scores
+from icejax.ops.pages.code_error import CodeNoise, noise_without_values
 from icejax.ops.pages.key_codes import KeyCodes, decode_keys, encode_keys
 from icejax.ops.slots import merge_heads
 from icejax.ops.topk import best
@@ -44,12 +45,14 @@ class CodedTokens(NamedTuple):
     Attributes:
         ids: the slots of largest weight among all P p slots, or the pages, largest first, i32[B, K, M].
         counts: tokens of each: 1 for a slot with a token, 0 for an empty one, i32[B, K, M].
-        rest: attention to the tokens in all other slots and to `tail`, f32[B, K, G, Hv] and f32[B, K, G].
+        rest: attention to the tokens in all other slots and outside the pages, f32[B, K, G, Hv] and f32[B, K, G].
+        noise: the expected error of the codes in the rest, with [B, K] in place of R; None unless it is estimated.
     """
 
     ids: jax.Array
     counts: jax.Array
     rest: Attended
+    noise: CodeNoise | None = None
 
 
 def encode_pages(
@@ -60,33 +63,39 @@ def encode_pages(
     return CodedPages(mask.sum(-1, dtype=jnp.int32), keys, values)
 
 
+def decoded_planes(pages: CodedPages, *, page_size: int, bits: int, dtype: str) -> tuple[Float[Array, "B K P p _"], ...]:
+    """Returns the decoded keys and values of pages; keys alone where they hold the values."""
+    planes = (x for x in (pages.keys, pages.values) if x is not None)
+    return tuple(decode_keys(x, page_size, bits, dtype) for x in planes)
+
+
 def attend_codes(
     q: Float[Array, "B K G H"],
     pages: CodedPages,
-    near: Float[Array, "B K G"],
+    outside: Attended,
     *,
     scoring: Scoring,
     page_size: int,
     bits: int,
     wanted: int,
-    value_size: int,
-    tail: Attended | None = None,
     guess: Float[Array, "B K G H"] | None = None,
     whole: bool = False,
+    estimate: bool = False,
 ) -> CodedTokens:
     """Returns the `wanted` slots of largest softmax weight, summed over query heads, and the attention to all others by codes.
 
     With the weights 0.5, 0.2 and 0.1 of three tokens, 0.2 of the tokens outside the pages, and `wanted` 1, the first slot is
-    returned; in the rest the other two weigh 2/3 and 1/3.
+    returned; in the rest the other two weigh 0.4 and 0.2, and the tokens outside 0.4.
 
     Args:
-        near: log-sum-exp of the tokens outside the pages; -inf if there are none.
-        value_size: channels of a value; where keys hold the values, their first channels.
-        tail: attention to tokens outside the pages that count in the rest.
+        outside: attention to the tokens outside the pages, f32[B, K, G, Hv] and f32[B, K, G], -inf if there are none. Where
+            keys hold the values, a value has the first Hv channels of a key.
         guess: queries to choose slots by instead of `q`.
         whole: whether to return the pages of largest weight instead of slots.
+        estimate: whether to estimate the error that codes leave.
     """
     p, queries, parts = page_size, merge_heads(q), _parts(pages.count.shape[2])
+    outside, value_size = Attended(*map(merge_heads, outside)), outside.out.shape[-1]
     queries, group = queries if guess is None else jnp.concatenate([queries, merge_heads(guess)], axis=1), q.shape[2]
     slots = merge_heads(jnp.arange(p)[None, None, None] < pages.count[..., None])
     slots = slots.reshape(len(queries), -1)
@@ -98,26 +107,29 @@ def attend_codes(
         codes, scores[-1] = jax.lax.optimization_barrier((codes, scores[-1]))
     scores = jnp.concatenate(scores, axis=-1)
     scores, choice = scores[:, :group], scores[:, -group:]
-    total = jnp.logaddexp(jax.nn.logsumexp(choice, axis=-1), merge_heads(near))
+    total = jnp.logaddexp(jax.nn.logsumexp(choice, axis=-1), outside.lse)
     worth, counts = jnp.exp(choice - _finite(total)[..., None]).sum(1), slots.astype(jnp.int32)
     if whole:
         worth, counts = (x.reshape(len(x), -1, p).sum(-1) for x in (worth, counts))
     ids, selected, (counts,) = best(jnp.where(counts > 0, worth, -1.0), min(wanted, worth.shape[-1]), counts)
     selected = jnp.repeat(selected, p, axis=1) if whole else selected
     scores = jnp.where(selected[:, None], -jnp.inf, scores)
-    lse, out = jax.nn.logsumexp(scores, axis=-1), jnp.zeros((*scores.shape[:2], value_size))
-    if tail is not None:
-        tail = Attended(*map(merge_heads, tail))
-        lse = jnp.logaddexp(lse, tail.lse)
-        out = jnp.exp(tail.lse - _finite(lse))[..., None] * tail.out
+    lse = jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1), outside.lse)
+    out = jnp.exp(outside.lse - _finite(lse))[..., None] * outside.out
     weights = jnp.exp(scores - _finite(lse)[..., None])
-    codes = codes if pages.values is None else pages.values
+    codes, noise = codes if pages.values is None else pages.values, None
+    if estimate:
+        coded = jax.tree.map(merge_heads, (pages.keys, codes, pages.count))
+        noise, moved = noise_without_values(merge_heads(q), *coded, weights, Attended(out, lse), scoring=scoring, bits=bits)
     for part in parts:
-        values = _decoded(codes, part, p, bits, str(q.dtype))
-        part_weights = weights[..., part.start * p : part.stop * p].astype(values.dtype)
-        out += EINSUM("rgs,rsh->rgh", part_weights, values[..., :value_size])
+        values = _decoded(codes, part, p, bits, str(q.dtype))[..., :value_size]
+        of_part = slice(part.start * p, part.stop * p)
+        out += EINSUM("rgs,rsh->rgh", weights[..., of_part].astype(values.dtype), values)
+        if noise is not None:
+            noise = noise.with_values(moved[..., of_part], values)
         codes, out = jax.lax.optimization_barrier((codes, out))
-    return jax.tree.map(lambda x: x.reshape(*q.shape[:2], *x.shape[1:]), CodedTokens(ids, counts, Attended(out, lse)))
+    tokens = CodedTokens(ids, counts, Attended(out, lse), noise)
+    return jax.tree.map(lambda x: x.reshape(*q.shape[:2], *x.shape[1:]), tokens)
 
 
 def _parts(pages: int) -> list[slice]:

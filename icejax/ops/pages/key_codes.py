@@ -2,7 +2,7 @@
 
 `code_attention` encodes pages [B, K, P, p, H], and decodes the pages that a step reads. Keys are quantised per channel as in
 KIVI (arXiv 2402.02750), here within a page, whose keys are similar. A channel's offset and step are then fitted to its keys by
-least squares. Values are encoded by the same functions, or by token (`encode_by_token`).
+least squares. Values are encoded by the same functions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from icejax.ops.pages.digests import NARROW, Vectors
 
 FIELDS = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}  # a code of 3 bits is packed as its low 2 bits and its high bit
 BITS = tuple(FIELDS)
-GROUP = 32  # channels of a token that share an offset and a step, as in KIVI
 TOGETHER = 128  # pages encoded at a time; all at once would need an fp32 copy of the keys
 
 
@@ -38,12 +37,11 @@ class KeyCodes:
     step: jax.Array | Vectors  # dtype[B, K, P, H]
 
 
-def encode_keys(k: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"], bits: int, scales: str | None = None) -> KeyCodes:
+def encode_keys(k: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"], bits: int, scales: str) -> KeyCodes:
     """Returns the codes of pages; slots outside `mask` are not read.
 
     Args:
-        scales: dtype of `low` and `step`, which are rounded before the codes are chosen; None: the dtype of `k`, and the codes
-            are those of the unrounded line.
+        scales: dtype of `low` and `step`, which are rounded before the codes are chosen.
     """
 
     def page(x: tuple[jax.Array, jax.Array]) -> KeyCodes:
@@ -52,51 +50,20 @@ def encode_keys(k: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"], bits
         least, largest = (f(jnp.where(valid, keys, fill), axis=2) for f, fill in ((jnp.min, jnp.inf), (jnp.max, -jnp.inf)))
         least, largest = (jnp.where(x[1].any(-1)[..., None], y, 0) for y in (least, largest))
         codes = _nearest_codes(keys, valid, least, largest - least, max_code)
-        line = _nearest_line(codes, keys, x[1].astype(jnp.float32)[..., None])
-        low, step = (y.astype(k.dtype) if scales is None else _stored(y, scales) for y in line)
-        if scales is not None:
-            first, width = _read(low).astype(jnp.float32), _read(step).astype(jnp.float32) * max_code
-            codes = _nearest_codes(keys, valid, first, width, max_code)
+        low, step = (_stored(y, scales) for y in _nearest_line(codes, keys, x[1].astype(jnp.float32)[..., None]))
+        first, width = _read(low).astype(jnp.float32), _read(step).astype(jnp.float32) * max_code
+        codes = _nearest_codes(keys, valid, first, width, max_code)
         return KeyCodes(_packed(codes.astype(jnp.uint8), bits), low, step)
 
     by_page = jax.lax.map(page, (k.transpose(2, 0, 1, 3, 4), mask.transpose(2, 0, 1, 3)), batch_size=TOGETHER)
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), by_page)
 
 
-def decode_keys(codes: KeyCodes, page_size: int, bits: int, dtype: str | None = None) -> Float[Array, "B K P p H"]:
-    """Returns the decoded keys; empty slots hold `low`.
-
-    Args:
-        dtype: dtype of the decoded keys and of the arithmetic; None: that of `low`, fp32 if it is narrow.
-    """
-    low, step = (_read(x) if dtype is None else _read(x).astype(dtype) for x in (codes.low, codes.step))
+def decode_keys(codes: KeyCodes, page_size: int, bits: int, dtype: str) -> Float[Array, "B K P p H"]:
+    """Returns the decoded keys in `dtype`, which is also that of the arithmetic; empty slots hold `low`."""
+    low, step = (_read(x).astype(dtype) for x in (codes.low, codes.step))
     packed = codes.codes.reshape(*codes.codes.shape[:3], page_size, -1)
     return low[..., None, :] + _unpacked(packed, low.shape[-1], bits).astype(low.dtype) * step[..., None, :]
-
-
-def encode_by_token(
-    v: Float[Array, "B K P p H"], mask: Bool[Array, "B K P p"], bits: int, scales: str | None = None
-) -> KeyCodes:
-    """Returns codes with a `low` and a `step` per token and `GROUP` channels; slots outside `mask` are not read.
-
-    A page's group of channels is a page of its own, whose slots are the channels and whose channels are the tokens: a page of
-    16 tokens of 64 channels has two, each with 32 slots of 16 channels.
-    """
-    batch, heads, pages, page_size, size = v.shape
-    groups = -(-size // GROUP)
-    v = jnp.pad(jnp.where(mask[..., None], v, 0), [(0, 0)] * 4 + [(0, groups * GROUP - size)])
-    v = v.reshape(batch, heads, pages, page_size, groups, GROUP).transpose(0, 1, 2, 4, 5, 3)
-    channels = (jnp.arange(groups * GROUP) < size).reshape(groups, GROUP)
-    channels = jnp.broadcast_to(channels, (batch, heads, pages, groups, GROUP)).reshape(batch, heads, -1, GROUP)
-    return encode_keys(v.reshape(batch, heads, -1, GROUP, page_size), channels, bits, scales)
-
-
-def decode_by_token(codes: KeyCodes, size: int, bits: int, dtype: str | None = None) -> Float[Array, "B K P p H"]:
-    """Returns the decoded values, of `size` channels; values of empty slots are 0."""
-    v = decode_keys(codes, GROUP, bits, dtype)
-    batch, heads, _, _, page_size = v.shape
-    v = v.reshape(batch, heads, -1, -(-size // GROUP), GROUP, page_size).transpose(0, 1, 2, 5, 3, 4)
-    return v.reshape(*v.shape[:4], -1)[..., :size]
 
 
 def _nearest_codes(

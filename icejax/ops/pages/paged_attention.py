@@ -48,6 +48,29 @@ def attend_whole(
     return Attended(out / total[..., None], jnp.log(total) + highest), weights
 
 
+def attend_beside(
+    q: Float[Array, "R G H"],
+    k: Float[Array, "R S H"],
+    v: Float[Array, "R S Hv"],
+    mask: Bool[Array, "R S"],
+    rest: Attended,
+    *,
+    scoring: Scoring,
+) -> tuple[Attended, Float[Array, "R S"]]:
+    """Returns the attention to the keys in `mask` and to the rest, in fp32, and the keys' weights, summed over query heads.
+
+    Args:
+        mask: which slots have a token; values outside it must be finite.
+        rest: attention to all other tokens, f32[R, G, Hv] and f32[R, G]; each row has at least one.
+    """
+    scores = masked_scores(q, k, mask[:, None], scoring=scoring)
+    highest = jnp.maximum(scores.max(-1, initial=-jnp.inf), rest.lse)
+    weights, share = jnp.exp(scores - highest[..., None]), jnp.exp(rest.lse - highest)
+    total = weights.sum(-1) + share
+    out = EINSUM("rgs,rsh->rgh", weights.astype(v.dtype), v) + share[..., None] * rest.out
+    return Attended(out / total[..., None], jnp.log(total) + highest), (weights / total[..., None]).sum(1)
+
+
 def attend_paged(
     q: Float[Array, "R G H"],
     resident: tuple[Float[Array, "R S H"], Float[Array, "R S Hv"], Bool[Array, "R S"]],
