@@ -22,7 +22,7 @@ from icejax.cache.pool.extents import extents_for, row_extents
 from icejax.cache.pool.host_pool import EXTENT, Pool, PoolLayer
 from icejax.cache.pool.page_format import page_rows
 from icejax.cache.protocol import CachePolicy, KVCache, Report
-from icejax.cache.registry import display_name
+from icejax.cache.registry import display_name, warn_unused
 from icejax.cache.sizes import pages_leaving
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import LARGEST
@@ -183,6 +183,7 @@ def make_plan(
     tokens = dict(prompt_tokens=prompt_tokens, new_tokens=new_tokens)
     options = dict(batch_size=batch_size, extends=extends, joins=joins, platform=platform or devices.platform())
     layout = make_layout(model.config, model.dtype, policy, **tokens, **options)
+    warn_unused(policy, layout.policies)
     sizes = (batch_size, prompt_tokens, layout.spec.prompt_capacity, layout.spec.new_capacity)
     LOG.info("%d rows of at most %d tokens, padded to %d, and room for %d new ones", *sizes)
     LOG.info("layers: %s", _by_layer(layout.policies))
