@@ -170,8 +170,8 @@ def crossing(config: ModelConfig, dtype: str, *, platform: str, kind: str) -> in
 def _better(full: Cost, paged: Cost, machine: Machine, tokens: str) -> Choice:
     """Returns the choice of two caches for `tokens`, which the reason names."""
     if not _fits(full, machine):
-        sizes = f"{_size(full.device)}, and the device has {_size(int(SHARE * machine.device_free))} for it"
-        return Choice(IN_PAGES, f"{_named(IN_PAGES)}: a full cache of {tokens} takes {sizes}")
+        sizes = f"{_size(full.device)}, and the device has room for {_size(max(0, int(SHARE * machine.device_free)))}"
+        return Choice(IN_PAGES, f"{_named(IN_PAGES)}: a full cache of {tokens} and its prompt take {sizes}")
     if not _fits(paged, machine):
         sizes = f"{_size(paged.host)} of host memory, and {_size(machine.host_free)} is free"
         return Choice(ON_DEVICE, f"{_named(ON_DEVICE)}: pages of {tokens} take {sizes}")
@@ -240,4 +240,4 @@ def _named(policy: CachePolicy) -> str:
 
 
 def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count > 2**30 else f"{count / 2**20:.1f} MiB"
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

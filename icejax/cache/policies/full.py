@@ -34,7 +34,7 @@ class MovableState(TokenState):
     def heads(self, spec: CacheSpec, lengths: Int[Array, " B"], scoring: Scoring, *, padded: int) -> Heads:
         """Returns the heads with equal queries whose squares are those of all queries: no cache keeps the queries."""
         heads = super().heads(spec, lengths, scoring, padded=padded)
-        size = jnp.sqrt(self.squares / lengths[:, None, None])[:, None, :, None]  # B 1 K 1 H
+        size = jnp.sqrt(self.squares / lengths.astype(jnp.float32)[:, None, None])[:, None, :, None]  # B 1 K 1 H
         shape = (*heads.q.shape[:2], spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, heads.q.shape[3])
         return replace(heads, q=jnp.broadcast_to(size, shape).reshape(heads.q.shape).astype(heads.q.dtype))
 
