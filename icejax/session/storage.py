@@ -78,7 +78,7 @@ class SessionInfo:
     @property
     def moves(self) -> bool:
         """Whether the session moves to another cache when it has more tokens."""
-        return self.room not in (None, self.context_length)
+        return self.room is not None
 
 
 def write(
@@ -246,7 +246,7 @@ def _about(path: Path, fields: dict[str, Any]) -> SessionInfo:
     about = SessionInfo(**{name: fields.get(name) for name in names if name in fields or name not in later})
     if not 0 < about.first <= about.tokens <= about.context_length <= POSITIONS:
         damaged(path, f"{about.first} first tokens, {about.tokens} in all and room for {about.context_length} do not fit")
-    if about.room is not None and not (type(about.room) is int and about.first <= about.room <= about.context_length):
+    if about.room is not None and not (type(about.room) is int and about.first <= about.room < about.context_length):
         damaged(path, f"room is {about.room!r:.40}")
     if not is_chat(about.messages):
         damaged(path, "messages are no list of turns")

@@ -95,7 +95,8 @@ class TextCache:
     def description(self) -> dict[str, Any]:
         """Returns what a saved session says of the cache."""
         pages, joints = int(self.run.state.cache.lengths.next_page), [astuple(joint) for joint in self.joints]
-        return dict(first=self.first, pages=pages, joints=joints, room=self.room)
+        room = None if self.room == self._context_length else self.room
+        return dict(first=self.first, pages=pages, joints=joints, room=room)
 
     def restore(self, plan: Plan, first: int, joints: Sequence[Sequence[int]], cache: KVCache, pool: Pool | None) -> None:
         """Takes over a saved cache, which has been read for `plan`."""

@@ -50,7 +50,7 @@ def test_the_folder_is_held_while_the_command_runs(capsys, tmp_path, monkeypatch
 def test_a_disk_too_small_is_told_before_the_prompt_runs(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(text_cache, "prefill", lambda *_, **__: pytest.fail("the prompt ran"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 2**40, 2**20))
-    status, out, err = run(capsys, *line(tmp_path / "kept"))
+    status, out, err = run(capsys, *line(tmp_path / "kept"), "--cache", "clustered")
     assert (status, out, err.count("\n")) == (2, "", 1) and "GiB and 0.000977 GiB is free on its disk: make room" in err
 
 
