@@ -154,17 +154,21 @@ def choose_for_session(config: ModelConfig, dtype: str, machine: Machine, *, con
 
 
 def crossing(config: ModelConfig, dtype: str, *, platform: str, kind: str) -> int | None:
-    """Returns the number of tokens from which on a step with the clustered cache is faster; None: at no length."""
-    machine, lengths = Machine(platform=platform, kind=kind, device_free=0, host_free=0), _lengths()
+    """Returns how many tokens, `ANSWER` of them after the prompt, the full cache is no slower with; None: with any number.
 
-    def is_faster(length: int) -> bool:
-        sizes = dict(batch_size=1, prompt_tokens=length - ANSWER, new_tokens=ANSWER)
+    Prompts are padded, so that the caches cross where the prompts' next size begins.
+    """
+    machine, prompts = Machine(platform=platform, kind=kind, device_free=0, host_free=0), _lengths()
+
+    def is_slower(prompt: int) -> bool:
+        sizes = dict(batch_size=1, prompt_tokens=prompt, new_tokens=ANSWER)
         full, paged = (_cost(config, dtype, machine, policy, sizes) for policy in (ON_DEVICE, IN_PAGES))
         return paged.us < full.us
 
-    lengths = [length for length in lengths if length > ANSWER]
-    place = bisect.bisect_left(lengths, True, key=is_faster)
-    return lengths[place] if place < len(lengths) else None
+    place = bisect.bisect_left(prompts, True, key=is_slower)
+    if place == len(prompts):
+        return None
+    return prompts[place - 1] + ANSWER if place else 0
 
 
 def _better(full: Cost, paged: Cost, machine: Machine, tokens: str) -> Choice:

@@ -59,7 +59,7 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def crossings(model: str | None) -> dict[str, int | None]:
-    """Returns for models the number of tokens from which on a step is estimated to be faster with the clustered cache.
+    """Returns for models the number of tokens up to which a step is estimated to be no slower with the full cache.
 
     Args:
         model: a folder, a file or a hub id; None: the bundled model, and the shape of Llama-3.1-8B.
@@ -84,7 +84,7 @@ def examine(model: str | None = None) -> dict[str, Any]:
         pinned_limit_gib=devices.pinned_limit() // 2**30 if devices.platform() == "gpu" else None,
         fetch=measured,
         fetch_backend=next((row["backend"] for row in measured if row["exact"]), None),
-        clustered_faster_from=crossings(model),
+        full_no_slower_up_to=crossings(model),
     )
 
 
@@ -104,8 +104,8 @@ def _show(report: dict[str, Any], console: Console) -> None:
         table.add_row(row["backend"], "yes" if row["exact"] else "no", *speed)
     console.print(table)
     console.print(f"used: {report['fetch_backend'] or 'none, only --cache full works'} (another: {choose.CHOICE}=NAME)")
-    for name, tokens in report["clustered_faster_from"].items():
-        where = "full at every length" if tokens is None else f"full below {tokens:,} tokens, then clustered"
+    for name, tokens in report["full_no_slower_up_to"].items():
+        where = "full at every length" if tokens is None else f"full up to {tokens:,} tokens, then clustered"
         console.print(f"--cache auto: {where} ({name})", markup=False, highlight=False, soft_wrap=True)
 
 

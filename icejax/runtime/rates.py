@@ -31,7 +31,7 @@ class Rates:
 # A CPU: two cores, fp32; bench/results/decode.md, and SmolLM2-135M and Qwen2.5-Coder-0.5B at 4,022 to 8,192 tokens.
 # An H200: Llama-3.1-8B in bf16 at batch 1 and 4; bench/results/gpu.md.
 RATES = {
-    "cpu": Rates(device=40, scored=85, layer=150, measured=True),
+    "cpu": Rates(device=35, scored=85, layer=150, measured=True),
     "NVIDIA H200": Rates(device=0.268, host=34.5, layer=40, measured=True),
     "NVIDIA H100": Rates(device=0.327, host=34.5, layer=40),
     "NVIDIA A100": Rates(device=0.536, host=55, layer=40),
