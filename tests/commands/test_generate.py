@@ -16,10 +16,10 @@ import icejax
 from bench.needle import task
 from icejax.api.generate import ASSETS
 from icejax.cache.options import make_policy
-from icejax.cache.registry import Clustered, name_of, names
+from icejax.cache.registry import Clustered, Full, Tolerant, name_of, names
 from icejax.checks.errors import InputError
 from icejax.commands import generate as command
-from icejax.commands import printer, process
+from icejax.commands import options, printer, process
 from icejax.commands.requests import BUNDLED_PROMPT
 from icejax.engine.response import GenerationResponse, RunReport
 from icejax.session import text_cache
@@ -155,6 +155,22 @@ def test_every_cache_is_made_by_its_name():
     ):
         with pytest.raises(InputError, match=f"^{message}"):
             make_policy(*arguments)
+
+
+@pytest.mark.parametrize(
+    "line, policy",
+    [
+        ([], None),
+        (["--cache", "auto"], None),
+        (["--cache", "full"], Full()),
+        (["--budget", "64"], Clustered(budget=64)),
+        (["--cache", "auto", "--page-size", "8"], Clustered(page_size=8)),
+        (["--cache-option", "look=4"], Clustered(look=4)),
+        (["--tolerance", "0.05", "--budget", "128"], Tolerant(tolerance=0.05, budget=128)),
+    ],
+)
+def test_options_of_a_cache_mean_clustered(line, policy):
+    assert options.policy(options.parser("icejax").parse_args(line)) == policy
 
 
 def test_options_of_sampling_without_a_temperature_are_told(capsys, tmp_path):
