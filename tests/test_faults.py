@@ -23,6 +23,13 @@ IMPORTED = [
 PLAIN = ["--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:anyio", "--hypothesis-profile=planted"]
 # Module, text that occurs once, the fault in its place, the test that is to notice.
 FAULTS = (
+    ("api/choice.py", "(ON_DEVICE, IN_PAGES, paged.us - full.us)", "(IN_PAGES, ON_DEVICE, paged.us - full.us)", "api/test_choice.py::test_the_faster_cache_of_a_measured_pair_is_chosen"),
+    ("api/choice.py", "device += device // sizes", "device += 0 * sizes", "api/test_choice.py::test_a_cache_that_does_not_fit_the_device_is_not_chosen"),
+    ("api/choice.py", "lengths[fitting - 1] if fitting", "lengths[fitting] if fitting", "api/test_choice.py::test_a_session_begins_on_the_device_and_has_a_second_cache"),
+    ("cache/policies/clustered.py", "min(opened, n := x.count.shape[-1]) // n", "1", "cache/test_reads.py::test_of_a_tree_the_opened_nodes_are_read"),
+    ("cache/policies/full.py", "jnp.sqrt(self.squares", "jnp.sqrt(0 * self.squares", "engine/test_move.py::test_a_moved_prompt_has_the_state_of_a_prefill[llama-gqa]"),
+    ("cache/policies/full.py", "squares=outcome.state.squares + squares", "squares=squares", "engine/test_move.py::test_the_squares_of_queries_are_those_of_the_text"),
+    ("session/text_cache.py", "count, room, before = min(held, seen)", "count, room, before = seen", "session/test_moving.py::test_a_chat_that_went_back_moves_what_stays"),
     ("ops/pages/kmeans.py", "number < limit", "number <= limit", "ops/test_kmeans.py::test_of_some_centroids_there_are_few[False]"),
     ("ops/rope.py", "[-second, first]", "[second, first]", "models/test_parity.py::test_logits_equal_transformers[llama-gqa-default]"),
     ("ops/rope.py", "return rotate(x, jnp.cos(angles), jnp.sin(angles))", "return rotate(x, jnp.cos(angles), -jnp.sin(angles))", "ops/test_rope.py::test_a_turned_key_is_that_of_its_new_position"),

@@ -154,18 +154,18 @@ def choose_for_session(config: ModelConfig, dtype: str, machine: Machine, *, con
 
 
 def crossing(config: ModelConfig, dtype: str, *, platform: str, kind: str) -> int | None:
-    """Returns how many tokens, `ANSWER` of them after the prompt, the full cache is no slower with; None: with any number.
+    """Returns the largest number of tokens, `ANSWER` of them an answer's, with which the full cache is no slower; None: any.
 
     Prompts are padded, so that the caches cross where the prompts' next size begins.
     """
     machine, prompts = Machine(platform=platform, kind=kind, device_free=0, host_free=0), _lengths()
 
-    def is_slower(prompt: int) -> bool:
+    def full_is_slower(prompt: int) -> bool:
         sizes = dict(batch_size=1, prompt_tokens=prompt, new_tokens=ANSWER)
         full, paged = (_cost(config, dtype, machine, policy, sizes) for policy in (ON_DEVICE, IN_PAGES))
         return paged.us < full.us
 
-    place = bisect.bisect_left(prompts, True, key=is_slower)
+    place = bisect.bisect_left(prompts, True, key=full_is_slower)
     if place == len(prompts):
         return None
     return prompts[place - 1] + ANSWER if place else 0

@@ -83,8 +83,9 @@ class TextCache:
         if tokens <= self.room:
             return
         count, room, before = min(held, seen), self.room, self.plan
-        plan = session_plan(self._model, IN_PAGES, context_length=self._context_length, first=max(1, count))
-        into = pool_for([count], plan, self._limit) if count else (None, None)
+        if count:
+            plan = session_plan(self._model, IN_PAGES, context_length=self._context_length, first=count)
+            into = pool_for([count], plan, self._limit)
         self.policy, self.room = IN_PAGES, self._context_length
         names = room, display_name(self.policy)
         LOG.warning("the conversation outgrows the %d tokens that fit the device: it goes on with the %s cache", *names)
