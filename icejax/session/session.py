@@ -280,7 +280,7 @@ class Session:
         Args:
             cache: the cache policy that the session must have; None: any.
             context_length: None: the saved one. With another one a chat goes on, which the next message prefills anew.
-            host_memory_limit: bytes of host memory that the cache may take; None: all free memory.
+            device_memory, host_memory_limit: as in `Session`.
 
         Raises:
             InputError: there is no session, it is damaged, or it was saved with another model, tokenizer or cache; the message
