@@ -74,6 +74,7 @@ def test_lines_are_answered_one_behind_the_other(talk, chatting, tmp_path):
     assert stats["cache"].strip() == "full" and stats["first token"].endswith(" s of them compiling")
 
 
+@pytest.mark.slow
 def test_a_chat_that_outgrows_the_device_moves_to_pages(talk):
     """The weights take 11.3 MB, and a full cache of 768 tokens fits beside them."""
     options = ["--device-memory", "0.0186", "--context-length", "3000", *OPTIONS[4:]]

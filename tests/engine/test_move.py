@@ -63,6 +63,7 @@ def test_a_moved_prompt_has_the_state_of_a_prefill(name, tmp_path):
     np.testing.assert_array_equal(pool, pages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", [340, 331])
 def test_decoded_and_extended_tokens_move_too(bundled, held):
     """The tokens of a prompt, of steps and of a later text; the last ones may be left out."""
