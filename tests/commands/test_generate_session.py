@@ -70,6 +70,6 @@ def test_failed_save_is_told_after_the_answer_keeps_old_session(capsys, tmp_path
 
 @pytest.mark.slow
 def test_unlimited_answer_needs_room_for_the_context_alone(capsys, tmp_path):
-    status, out, err = run(capsys, *line(tmp_path / "kept"), "--max-new-tokens", str(10**12))
+    status, out, err = run(capsys, *line(tmp_path / "kept"), "--cache", "full", "--max-new-tokens", str(10**12))
     assert status == 0 and out.startswith("12345.") and err.count("\n") == 1
     assert f"has room for an answer of 469, not {10**12}" in err
