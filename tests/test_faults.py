@@ -101,7 +101,7 @@ FAULTS = (
     ("ops/pages/paged_attention.py", "jnp.square(deviation / total[..., None])", "jnp.square(deviation)", "cache/test_tolerant.py::test_the_estimate_and_what_follows_from_it_equal_plain_numpy"),
     ("cache/policies/tolerant.py", "jnp.where(exceeds[..., None], found", "jnp.where(~exceeds[..., None], found", "cache/test_tolerant.py::test_the_estimate_and_what_follows_from_it_equal_plain_numpy"),
     ("ops/pages/channel_scaling.py", "0.25 *", "0.5 *", "ops/test_channel_scaling.py::test_a_channel_far_off_is_brought_back_by_a_power_of_two"),
-    ("ops/pages/channel_scaling.py", "jnp.where(valid, x, 0)", "x", "ops/test_channel_scaling.py::test_neither_padding_nor_what_is_no_number_counts"),
+    ("ops/pages/channel_scaling.py", "jnp.where(valid, k, 0)", "k", "ops/test_channel_scaling.py::test_neither_padding_nor_what_is_no_number_counts"),
     ("cache/bases/similar_pages.py", "super().extend(state, scaled(heads, state.factors), view)", "super().extend(state, heads, view)", "ops/test_channel_scaling.py::test_scale_of_channels_changes_no_bit[clustered]"),
     ("cache/policies/tolerant.py", "heads = scaled(heads, state.factors)", "", "cache/test_tolerant.py::test_the_estimate_and_what_follows_from_it_equal_plain_numpy"),
     ("ops/pages/tail.py", "even[..., None], 0.0).reshape", "0.0, 0.0).reshape", "cache/test_clustered.py::test_200_steps_equal_the_reference[keys-first]"),
