@@ -13,6 +13,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from icejax.api.choice import batch_choice
 from icejax.api.jobs import jobs_of
 from icejax.api.prompts import check_context
 from icejax.cache.protocol import CachePolicy
@@ -38,6 +39,7 @@ class Engine:
     Attributes:
         context_length: maximum number of tokens of a prompt and its answer together.
         max_new_tokens: maximum number of tokens of an answer.
+        cache_choice: a line that says which cache was chosen and why; None: the caller named one.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Engine:
         batch_size: int = 4,
         context_length: int | None = None,
         max_new_tokens: int = 1024,
+        device_memory: int | None = None,
         host_memory_limit: int | None = None,
         prefill_share: float = 0.7,
         prefix_memory: int = 2**30,
@@ -59,10 +62,11 @@ class Engine:
         """Allocates the cache and starts the thread.
 
         Args:
-            cache: the cache policy; None: `Clustered()`.
+            cache: the cache policy; None: `Full()` where it fits the device and is no slower, else `Clustered()`.
             batch_size: rows that decode at once.
             context_length: maximum number of tokens of a prompt and its answer; None: the model's own.
             max_new_tokens: maximum number of tokens of an answer, for which every row has room.
+            device_memory: bytes of the device's memory, for the choice of a cache, as in `stream_generate`.
             host_memory_limit: bytes of host memory that the cache may take; None: all free memory.
             prefill_share: most of the time that prefill may take while other rows decode, above 0 and up to 1; with 1 they
                 stand still while a prompt is prefilled.
@@ -95,6 +99,11 @@ class Engine:
             prefix_memory=prefix_memory,
             prefix_disk=prefix_disk,
         )
+        self.cache_choice = None
+        if policy is None:
+            asked = dict(batch_size=batch_size, prompt_tokens=sizes.prompt_tokens, new_tokens=sizes.new_tokens, joins=True)
+            choice = batch_choice(model, device_memory=device_memory, host_memory_limit=limit, **asked)
+            policy, self.cache_choice = choice.policy, choice.reason
         options = dict(host_memory_limit=limit, prefix_dir=folder, share=share, most_waiting=max_queue)
         self._thread = EngineThread(lambda: Core(model, tokenizer, policy, sizes, **options), most_waiting=max_queue)
         weakref.finalize(self, self._thread.close)  # a notebook that starts another engine has no memory for two

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from icejax.api.choice import batch_choice
 from icejax.api.jobs import jobs_of
 from icejax.api.prompts import check_context
 from icejax.cache.protocol import CachePolicy
@@ -70,7 +71,9 @@ def stream_generate(
     cache: CachePolicy | None = None,
     batch_size: int | None = None,
     context_length: int | None = None,
+    device_memory: int | None = None,
     host_memory_limit: int | None = None,
+    tell: Callable[[str], None] | None = None,
     progress: Progress | None = None,
     watch: Callable[[DecodeState], None] | None = None,
     **options: Any,
@@ -80,10 +83,13 @@ def stream_generate(
     Args:
         prompts: one or several prompts, whose lengths may differ. Each is text, token ids, or a `Request` with its own options.
         n: number of answers to each prompt, which share its pages; they differ only where tokens are drawn.
-        cache: the cache policy; None: `Clustered()`.
+        cache: the cache policy; None: `Full()` where it fits the device and is no slower, else `Clustered()` (`api.choice`).
         batch_size: rows that decode at once; the next answer takes the place of one that has ended. None: all of them.
         context_length: maximum number of tokens of a prompt and its answer together; None: the model's own.
+        device_memory: bytes of the device's memory, for the choice of a cache; None: what the device reports, on a CPU all that
+            is free.
         host_memory_limit: bytes of host memory that the cache may take; None: all free memory.
+        tell: called with a line that says which cache was chosen and why; not where the caller names one.
         progress: called with "prefill", the number of layers done, and the number in all; and with "compiling", the number of
             programs that this call has compiled or begins to compile, and 0, before each of them.
         watch: called with the state after every step; it must not keep the arrays, because the next step donates them.
@@ -107,6 +113,12 @@ def stream_generate(
         joins=places < len(jobs),
         samples=n > 1,
     )
+    if cache is None:
+        asked = dict(batch_size=places, prompt_tokens=sizes.prompt_tokens, new_tokens=sizes.new_tokens, joins=sizes.joins)
+        choice = batch_choice(model, device_memory=device_memory, host_memory_limit=host_memory_limit, **asked)
+        cache = choice.policy
+        if tell is not None:
+            tell(choice.reason)
     with prefilling(progress, places * model.config.num_hidden_layers) as layer_done:
         options = dict(host_memory_limit=host_memory_limit, progress=layer_done, watch=watch)
         core = Core(model, tokenizer, cache, sizes, **options)

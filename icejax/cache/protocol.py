@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from icejax.cache.pool.host_pool import PoolLayer
 from icejax.cache.pool.page_format import NoPages, PagesWithCodes
-from icejax.cache.sizes import CacheSpec, PoolSpec
+from icejax.cache.sizes import CacheSpec, PoolSpec, StepReads, num_bytes
 from icejax.checks.numbers import integer
 from icejax.ops.attention.dense import Attended, Scoring
 from icejax.ops.slots import by_head
@@ -213,7 +213,6 @@ class CachePolicy(abc.ABC):
 
     def for_platform(self, platform: str, *, latent: bool) -> CachePolicy:
         """Returns the policy with open options settled for a platform (cpu, gpu or tpu) and for latent or other layers."""
-        del platform, latent
         return self
 
     def for_layers(self, full: Sequence[int], *, of: int) -> list[CachePolicy]:
@@ -223,13 +222,15 @@ class CachePolicy(abc.ABC):
             full: indices of the full-attention layers after the dense ones.
             of: layers of the model.
         """
-        del of
         return [self] * len(full)
 
     def pool(self, spec: CacheSpec) -> PoolSpec | None:
         """Returns what a layer of `spec` keeps in the pool; None for a policy without a pool."""
-        del spec
         return None
+
+    def step_reads(self, spec: CacheSpec) -> StepReads:
+        """Returns what a decode step reads of a layer of `spec`; default: the whole state."""
+        return StepReads(device=num_bytes(jax.eval_shape(lambda: self.init(spec))))
 
     @abc.abstractmethod
     def init(self, spec: CacheSpec) -> Any:
@@ -274,12 +275,10 @@ class CachePolicy(abc.ABC):
 
     def joining(self, state: Any, lengths: Lengths, clock: Int[Array, ""]) -> Any:
         """Returns the state of freshly prefilled rows for a batch whose clock is `clock`."""
-        del lengths, clock
         return state
 
     def can_trim(self, tokens: int) -> bool:
         """Says whether a cache of `tokens` tokens can forget its last ones; a cache that has evicted tokens cannot."""
-        del tokens
         return False
 
     def trimmed(self, state: Any, tokens: Int[Array, " B"], page: Int[Array, ""]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from icejax.cache.policies.adakv import AdaKV
@@ -84,6 +85,8 @@ PRESETS: dict[str, tuple[type[CachePolicy], dict[str, Any]]] = {
     "icecache": (Clustered, ICECACHE),
     "icecache-reuse": (Clustered, ICECACHE | dict(reuse=3)),
 }
+# A choice between caches is one between these: all tokens on the device, or pages in host memory.
+ON_DEVICE, IN_PAGES = Full(), Clustered()
 
 
 def names() -> list[str]:
@@ -110,11 +113,11 @@ def display_name(policy: CachePolicy) -> str:
     return name_of(policy) or type(policy).__name__.lower()
 
 
-def checked_policy(cache: CachePolicy | None) -> CachePolicy:
-    """Returns the caller's cache policy, or the default for None; raises InputError for any other object."""
+def checked_policy(cache: CachePolicy | None) -> CachePolicy | None:
+    """Returns the caller's cache policy; None: one is to be chosen. Raises InputError for any other object."""
     if cache is not None and not isinstance(cache, CachePolicy):
         raise InputError(f"cache must be a policy such as icejax.Clustered(budget=256), got {quoted(cache)}")
-    return Clustered() if cache is None else cache
+    return cache
 
 
 def layer_policies(policy: CachePolicy, config: ModelConfig, *, capacity: int) -> tuple[CachePolicy, ...]:
@@ -130,7 +133,10 @@ def layer_policies(policy: CachePolicy, config: ModelConfig, *, capacity: int) -
     full = [i for i, window in enumerate(config.windows) if window is None or (same_heads and window >= capacity)]
     after_dense = [i for i in full if i >= dense]
     by_layer = dict.fromkeys(full, Full()) | dict(zip(after_dense, policy.for_layers(after_dense, of=layers), strict=True))
-    policies = tuple(by_layer[i] if i in by_layer else Ring(window) for i, window in enumerate(config.windows))
-    if type(policy) is not Full and all(type(layer_policy) in (Full, Ring) for layer_policy in policies):
+    return tuple(by_layer[i] if i in by_layer else Ring(window) for i, window in enumerate(config.windows))
+
+
+def warn_unused(policy: CachePolicy, by_layer: Sequence[CachePolicy]) -> None:
+    """Logs a warning if a caller's policy is that of no layer."""
+    if type(policy) is not Full and all(type(layer_policy) in (Full, Ring) for layer_policy in by_layer):
         LOG.warning("every layer has a sliding window or is dense: the %s cache is not used", display_name(policy))
-    return policies

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,11 @@ class CacheSpec:
         """Channels of each plane, a vector kept per token: its key, and its value unless the key holds it."""
         return (self.head_dim,) if self.latent else (self.head_dim, self.value_dim)
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of every row: a vector of each plane per KV head."""
+        return self.batch_size * self.num_kv_heads * sum(self.planes) * jnp.dtype(self.dtype).itemsize
+
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSpec:
@@ -61,6 +70,24 @@ class PoolSpec:
     dtype: str
     compact_every: int = 0
     codes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReads:
+    """About what a decode step reads of a layer's cache, in bytes over all rows.
+
+    Attributes:
+        device: bytes on the device.
+        host: bytes that come from host memory.
+    """
+
+    device: int
+    host: int = 0
+
+
+def num_bytes(arrays: Any) -> int:
+    """Returns the bytes of all arrays, or shapes, in a tree."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 
 def pages_leaving(tokens: int, page_size: int) -> int:

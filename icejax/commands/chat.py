@@ -59,7 +59,7 @@ def _run(argv: list[str] | None, name: str) -> None:
     answer = options.answer(arguments)
     options.policy(arguments)
     options.template_arguments(arguments)
-    options.memory_limit(arguments)  # bad options are reported before the model is loaded
+    options.memory_limits(arguments)  # bad options are reported before the model is loaded
     answer = with_model_sampling(arguments, answer, Console(stderr=True))
     options.tell_greedy(arguments, [answer.sampling])
     manager = claim(arguments.session, mark=ABOUT) if arguments.session is not None else contextlib.nullcontext()
@@ -96,7 +96,7 @@ class Chat:
         # Reports a faulty chat template before the first message.
         messages = [*first_messages(arguments.system), {"role": "user", "content": "-"}]
         render(self._tokenizer, messages, options.template_arguments(arguments))
-        self._session = self._checked_chat(resume_or_start(arguments, self._model, self._tokenizer))
+        self._session = self._checked_chat(resume_or_start(arguments, self._model, self._tokenizer, self._console))
         self._keeping = held is not None  # False once the conversation is not the one in the folder
         self._files: list[str] = []
         self._last: GenerationResponse | None = None

@@ -10,13 +10,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from icejax.api.choice import batch_choice
+from icejax.api.prompts import check_context
 from icejax.cache.options import make_policy
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import display_name
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
 from icejax.commands import options
-from icejax.commands.loading import load
+from icejax.commands.loading import load, tell_cache
 from icejax.commands.process import ending, write
 from icejax.engine.snapshot.fingerprint import fingerprint, weights_sum
 from icejax.evaluation.answers import Answers
@@ -25,6 +27,8 @@ from icejax.evaluation.scores import Scores
 from icejax.files import private
 from icejax.models.decoder import CausalLM
 from icejax.runtime.out_of_memory import report_out_of_memory
+
+MAX_GEN_TOKS = 256  # answer tokens of tasks that name none, as in the harness
 
 
 def main(argv: list[str] | None = None, *, name: str) -> int:
@@ -49,12 +53,17 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
     for flag, folder in (("--data", arguments.data), ("--include-path", arguments.include_path)):
         if folder is not None and not folder.is_dir():
             raise InputError(f"{flag} must be a folder, got {folder}")
-    policies = [options.policy(arguments)]
-    if arguments.against is not None:
-        policies.append(make_policy(arguments.against, {}))
-        if policies[0] == policies[1]:
-            raise InputError(f"--against {arguments.against} is the cache that is scored: name another one")
+    policy, other = options.policy(arguments), None if arguments.against is None else make_policy(arguments.against, {})
+    if other is not None and other == policy:
+        raise InputError(f"--against {arguments.against} is the cache that is scored: name another one")
     model, tokenizer = load(arguments, console)
+    if policy is None:
+        tokens = dict(prompt_tokens=check_context(model, arguments.context_length) - 1, new_tokens=MAX_GEN_TOKS)
+        limits = options.memory_limits(arguments)
+        choice = batch_choice(model, batch_size=arguments.batch_size, joins=True, **tokens, **limits)
+        policy = choice.policy
+        tell_cache(arguments, choice.reason, console)
+    policies = [policy] if other in (None, policy) else [policy, other]
     if sys.modules["torch"] is None:  # transformers is loaded by now, and `datasets` fails at such an entry
         del sys.modules["torch"]
     scores = [_scores(arguments, model, tokenizer, policy) for policy in policies]
@@ -70,10 +79,15 @@ def _scores(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any, poli
     folder = arguments.output / f"{display_name(policy)}{budget}"
     private.make_folder(folder)
     identity = fingerprint(model, policy, tokenizer) | dict(weights=weights_sum(model), context=arguments.context_length)
-    sizes = dict(batch_size=arguments.batch_size, max_length=arguments.context_length)
+    sizes = dict(batch_size=arguments.batch_size, max_gen_toks=MAX_GEN_TOKS, max_length=arguments.context_length)
     answers = Answers(folder / "answers.jsonl", identity)
     harness_model = HarnessModel(
-        model, tokenizer, cache=policy, host_memory_limit=options.memory_limit(arguments), answers=answers, **sizes
+        model,
+        tokenizer,
+        cache=policy,
+        host_memory_limit=options.memory_limits(arguments)["host_memory_limit"],
+        answers=answers,
+        **sizes,
     )
     scores = evaluate(
         harness_model,

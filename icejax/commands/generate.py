@@ -11,10 +11,11 @@ from rich.console import Console
 from icejax.api.generate import stream_generate
 from icejax.api.prompts import encode_prompts
 from icejax.cache.protocol import CachePolicy
+from icejax.cache.registry import IN_PAGES
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
 from icejax.commands import options
-from icejax.commands.loading import load, resume_or_start, with_model_sampling
+from icejax.commands.loading import load, resume_or_start, tell_cache, with_model_sampling
 from icejax.commands.phases import Phases
 from icejax.commands.process import ending
 from icejax.commands.requests import PromptLine, check_template_use, read_prompts
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     if arguments.logprobs is not None and not arguments.json:
         raise InputError("--logprobs needs --json: a text has no place for them")
     integer("--batch-size", arguments.batch_size, most=2**63)
-    options.memory_limit(arguments)
+    limits = options.memory_limits(arguments)
     if arguments.explain is not None:
         check_picture(arguments.explain)
         if arguments.session is not None:
@@ -74,6 +75,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     requests = [line.request(tokenizer, i, answer_options, **template) for i, line in enumerate(prompts)]
     explanation = None
     if arguments.explain is not None:
+        policy = IN_PAGES if policy is None else policy  # it shows what pages bring
         texts = dict(context_length=arguments.context_length, parse_special=answer_options.parse_special)
         explanation = _explanation(model, tokenizer, policy, requests, **texts)
     responses, streaming = [], len(prompts) == 1 and not arguments.json and not arguments.no_stream
@@ -85,7 +87,8 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
             cache=policy,
             batch_size=arguments.batch_size,
             context_length=arguments.context_length,
-            host_memory_limit=options.memory_limit(arguments),
+            tell=lambda reason: tell_cache(arguments, reason, console),
+            **limits,
             progress=phases,
             watch=explanation.watch if explanation is not None else None,
             **vars(answer_options),
@@ -126,7 +129,7 @@ def _run_session(
     """Answers the prompts one after another in the session of the command line, and saves it after each answer."""
     model, tokenizer = load(arguments, console)
     _check_biases(model, prompts, answer_options)
-    session = resume_or_start(arguments, model, tokenizer)
+    session = resume_or_start(arguments, model, tokenizer, console)
     respond = session.stream_chat if arguments.chat else session.stream
     responses, streaming = [], len(prompts) == 1 and not arguments.json and not arguments.no_stream
     for line in prompts:

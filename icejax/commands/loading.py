@@ -90,18 +90,26 @@ def resume(
     Args:
         context_length: as in `Session.load`.
     """
-    policy = options.policy(arguments) if options.cache_named(arguments) else None
-    limits = dict(context_length=context_length, host_memory_limit=options.memory_limit(arguments))
-    return Session.load(folder, model, tokenizer, cache=policy, **limits)
+    limits = dict(context_length=context_length, **options.memory_limits(arguments))
+    return Session.load(folder, model, tokenizer, cache=options.policy(arguments), **limits)
 
 
-def resume_or_start(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any) -> Session:
-    """Returns the session saved in the folder of --session, or a new one."""
+def tell_cache(arguments: argparse.Namespace, reason: str, console: Console) -> None:
+    """Prints which cache was chosen and why."""
+    if not arguments.quiet:
+        console.print(f"cache {reason}", markup=False, highlight=False, soft_wrap=True)
+
+
+def resume_or_start(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any, console: Console) -> Session:
+    """Returns the session saved in the folder of --session, or a new one, whose cache is told if it was chosen."""
     length, system, variables = arguments.context_length, arguments.system, options.template_arguments(arguments)
     if arguments.session is None or not arguments.session.exists():
-        policy, limit = options.policy(arguments), options.memory_limit(arguments)
         chat = dict(system=system, chat_template_kwargs=variables)
-        return Session(model, tokenizer, cache=policy, context_length=length, host_memory_limit=limit, **chat)
+        limits = dict(context_length=length, **options.memory_limits(arguments))
+        session = Session(model, tokenizer, cache=options.policy(arguments), **limits, **chat)
+        if session.cache_choice is not None:
+            tell_cache(arguments, session.cache_choice, console)
+        return session
     session = resume(arguments, arguments.session, model, tokenizer, context_length=length)
     if system is not None and session.messages[:1] != first_messages(system):
         raise InputError("a session's system message is set when it begins: leave --system out")

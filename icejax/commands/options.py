@@ -21,7 +21,7 @@ from icejax.engine.sampling import Sampling
 from icejax.runtime import compile_cache
 from icejax.text.chat_messages import template_variables
 
-DEFAULT_CACHE, TOLERANT = "clustered", "tolerant"
+AUTO, DEFAULT_CACHE, TOLERANT = "auto", "clustered", "tolerant"
 LOG = logging.getLogger(__name__)
 SHORT_FLAGS = {"temperature": ["--temp"]}  # llama.cpp's name
 OF_CACHE = ("budget", "page_size", "tolerance", "max_budget")  # flags that are options of the cache
@@ -162,7 +162,10 @@ def _add_answer(parser: Parser) -> None:
 
 def _add_cache(parser: Parser) -> None:
     group = parser.add_argument_group("cache")
-    cache_help = f"one of {', '.join(names())} (default: {DEFAULT_CACHE}, or the session's)"
+    cache_help = (
+        f"{AUTO}: full where it fits the device and is no slower, else {DEFAULT_CACHE}, which options of a cache mean too"
+    )
+    cache_help += f"; or one of {', '.join(names())} (default: {AUTO}, or the session's)"
     group.add_argument("--cache", metavar="NAME", help=cache_help)
     group.add_argument("--budget", type=int, metavar="N", help="tokens attended exactly per KV head and layer (default: 256)")
     tolerance_help = f"relative error above which a KV head attends to more: the cache {TOLERANT}, beside --budget"
@@ -173,6 +176,9 @@ def _add_cache(parser: Parser) -> None:
     group.add_argument("--help-cache", action=HelpCache, nargs=0, help="show every option of every cache and exit")
     group.add_argument(
         "-c", "--context-length", type=int, metavar="N", help="tokens of prompt and answer (default: the model's)"
+    )
+    group.add_argument(
+        "--device-memory", type=float, metavar="GIB", help=f"of the device, for {AUTO} (default: what it reports)"
     )
     group.add_argument("--host-memory-limit", type=float, metavar="GIB", help="for the cache (default: what is free)")
 
@@ -232,22 +238,23 @@ def tell_greedy(arguments: argparse.Namespace, samplings: Iterable[Sampling]) ->
         LOG.warning("%s without --temperature: no effect, the most likely token is taken", flags)
 
 
-def policy(arguments: argparse.Namespace) -> CachePolicy:
-    """Returns the cache policy; InputError for an unknown cache, or an option that is out of range."""
+def policy(arguments: argparse.Namespace) -> CachePolicy | None:
+    """Returns the cache policy, None being a choice; InputError for an unknown cache, or an option that is out of range."""
     if arguments.max_budget is not None and arguments.tolerance is None and arguments.cache != TOLERANT:
         raise InputError("--max-budget needs --tolerance: it bounds what a tolerance may take")
     user_options = cache_options(arguments.cache_option, **{name: getattr(arguments, name) for name in OF_CACHE})
-    return make_policy(arguments.cache or (DEFAULT_CACHE if arguments.tolerance is None else TOLERANT), user_options)
-
-
-def cache_named(arguments: argparse.Namespace) -> bool:
-    """Says whether the command line chooses a cache: a saved session must then have the same one."""
-    flags = (getattr(arguments, name) for name in OF_CACHE)
-    return arguments.cache is not None or bool(arguments.cache_option) or any(value is not None for value in flags)
-
-
-def memory_limit(arguments: argparse.Namespace) -> int | None:
-    """Returns the bytes of host memory that the cache may take; None: no limit is set. InputError for an invalid limit."""
-    if arguments.host_memory_limit is None:
+    name = None if arguments.cache == AUTO else arguments.cache
+    if name is None and not user_options:
         return None
-    return int(number("--host-memory-limit", arguments.host_memory_limit, least=0, most=1e9, above=True) * 2**30)
+    return make_policy(name or (DEFAULT_CACHE if arguments.tolerance is None else TOLERANT), user_options)
+
+
+def memory_limits(arguments: argparse.Namespace) -> dict[str, int | None]:
+    """Returns the bytes of device memory and host memory that the command line names; InputError for an invalid limit."""
+    return {name: _memory(arguments, name) for name in ("device_memory", "host_memory_limit")}
+
+
+def _memory(arguments: argparse.Namespace, name: str) -> int | None:
+    """Returns the bytes of an option in GiB; None: it is not given."""
+    size, flag = getattr(arguments, name), "--" + name.replace("_", "-")
+    return None if size is None else int(number(flag, size, least=0, most=1e9, above=True) * 2**30)

@@ -10,11 +10,9 @@ per row: 32 prompt pages and 32 growth pages. A row that joins a running batch m
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -24,14 +22,13 @@ from icejax.cache.pool.extents import extents_for, row_extents
 from icejax.cache.pool.host_pool import EXTENT, Pool, PoolLayer
 from icejax.cache.pool.page_format import page_rows
 from icejax.cache.protocol import CachePolicy, KVCache, Report
-from icejax.cache.registry import display_name, layer_policies
-from icejax.cache.sizes import CacheSpec, PoolSpec, pages_leaving
+from icejax.cache.registry import display_name, warn_unused
+from icejax.cache.sizes import pages_leaving
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import LARGEST
-from icejax.config import ModelConfig
-from icejax.engine.buckets import SHORTEST, bucket, room_for, text_bucket
+from icejax.engine.buckets import bucket, text_bucket
+from icejax.engine.layout import Layout, make_layout
 from icejax.models.decoder import CausalLM
-from icejax.ops.rope import check_rerotation
 from icejax.runtime import devices
 from icejax.runtime.host_reads.choose import ORDER, fetch_backend
 
@@ -42,43 +39,16 @@ LEAST_LAYERS = 8
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Layout):
     """The static part of a generation.
 
     Attributes:
-        policies: the cache policy of each layer.
-        spec: the sizes of a layer's cache.
         eos_token_ids: tokens that end a text.
         fetch_backend: how the pool is read, a key of `host_reads.backends.BACKENDS`; empty without pages in host memory.
-        platform: the platform that the programs are compiled for: cpu, gpu or tpu.
-        heads: for each layer, number of KV heads and head size where they differ from `spec`; else None.
-        renewal: tokens at which a row is prefilled anew, because LongRoPE's factors change there; 0: never.
     """
 
-    policies: tuple[CachePolicy, ...]
-    spec: CacheSpec
     eos_token_ids: tuple[int, ...]
     fetch_backend: str
-    platform: str
-    heads: tuple[tuple[int, int] | None, ...]
-    renewal: int = 0
-
-    def spec_of(self, layer: int) -> CacheSpec:
-        """Returns the sizes of one layer's cache."""
-        if self.heads[layer] is None:
-            return self.spec
-        count, size = self.heads[layer]
-        return dataclasses.replace(self.spec, num_kv_heads=count, head_dim=size, value_dim=size)
-
-    @functools.cached_property
-    def pooled(self) -> tuple[int, ...]:
-        """Indices of the layers that keep pages in the pool, in the pool's order."""
-        return tuple(i for i, policy in enumerate(self.policies) if policy.pool(self.spec) is not None)
-
-    @functools.cached_property
-    def pool(self) -> PoolSpec | None:
-        """The pool's sizes for one layer, equal in all pooled layers; None without a pool."""
-        return self.policies[self.pooled[0]].pool(self.spec) if self.pooled else None
 
     @property
     def by_layers(self) -> bool:
@@ -210,83 +180,17 @@ def make_plan(
     Raises:
         InputError: the policies do not fit each other, the model or the platform.
     """
-    target, several = platform or devices.platform(), batch_size > 1 or joins
-    renewal = _renewal(model.config, prompt_tokens, new_tokens, several=several)
-    spec = _spec(model, batch_size, max(prompt_tokens, renewal), new_tokens)
-    policies = layer_policies(policy, model.config, capacity=spec.capacity)
-    policies = tuple(layer_policy.for_platform(target, latent=spec.latent) for layer_policy in policies)
-    spec = _with_pages(spec, policies, new_tokens, extends=extends, joins=batch_size > 1 and (joins or renewal > 0))
-    _check(policies, spec, policy, model.config, target)
-    sizes = (batch_size, prompt_tokens, spec.prompt_capacity, spec.new_capacity)
+    tokens = dict(prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+    options = dict(batch_size=batch_size, extends=extends, joins=joins, platform=platform or devices.platform())
+    layout = make_layout(model.config, model.dtype, policy, **tokens, **options)
+    warn_unused(policy, layout.policies)
+    sizes = (batch_size, prompt_tokens, layout.spec.prompt_capacity, layout.spec.new_capacity)
     LOG.info("%d rows of at most %d tokens, padded to %d, and room for %d new ones", *sizes)
-    LOG.info("layers: %s", _by_layer(policies))
-    in_host = any(pool.planes for pool in (layer_policy.pool(spec) for layer_policy in policies) if pool)
+    LOG.info("layers: %s", _by_layer(layout.policies))
+    in_host = layout.pool is not None and layout.pool.planes > 0
     backend = (fetch_backend() if platform is None else ORDER[platform][0]) if in_host else ""
-    return Plan(policies, spec, model.config.eos_token_ids, backend, target, _other_heads(model.config), renewal)
-
-
-def _spec(model: CausalLM, batch_size: int, prompt_tokens: int, new_tokens: int) -> CacheSpec:
-    """Returns the sizes of a cache before they are rounded to pages."""
-    config, prompt = model.config, bucket(prompt_tokens)
-    return CacheSpec(
-        batch_size=batch_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        value_dim=config.value_dim,
-        latent=config.latent is not None,
-        prompt_capacity=prompt,
-        new_capacity=room_for(new_tokens, prompt=prompt),
-        dtype=model.dtype,
-    )
-
-
-def _renewal(config: ModelConfig, prompt_tokens: int, new_tokens: int, *, several: bool) -> int:
-    """Returns the tokens at which LongRoPE's factors change, if one of `several` rows, or the row, can reach them; else 0."""
-    if config.short_context is None or prompt_tokens + new_tokens <= config.short_context + 1:
-        return 0
-    return 0 if not several and prompt_tokens > config.short_context else config.short_context + 1
-
-
-def _with_pages(spec: CacheSpec, policies: Sequence[CachePolicy], new_tokens: int, *, extends: bool, joins: bool) -> CacheSpec:
-    """Returns the sizes with room for the pages of new tokens, rounded up to whole rounds of compaction.
-
-    Whole rounds, because the growth pages are a ring: a round must not wrap. If a row `joins` its batch again, a page and a
-    round more (`Plan.joining_tokens`).
-    """
-    if extends and any(policy.pool(spec) for policy in policies):
-        room = room_for(new_tokens * 3 // 2 + 2 * SHORTEST, prompt=spec.prompt_capacity)
-        spec = dataclasses.replace(spec, new_capacity=room)
-    pools = [pool for pool in (policy.pool(spec) for policy in policies) if pool is not None]
-    every = max((pool.compact_every for pool in pools), default=0)
-    if joins and pools:
-        room = room_for(new_tokens + pools[0].page_size, prompt=spec.prompt_capacity)
-        if room >= every > 0:  # so much room is packed anew
-            room = room_for(new_tokens + every + pools[0].page_size, prompt=spec.prompt_capacity)
-        spec = dataclasses.replace(spec, new_capacity=room)
-    if spec.new_capacity > every > 0:
-        spec = dataclasses.replace(spec, new_capacity=-(-spec.new_capacity // every) * every)
-    return spec
-
-
-def _check(policies: Sequence[CachePolicy], spec: CacheSpec, policy: CachePolicy, config: ModelConfig, platform: str) -> None:
-    """Raises InputError if the layers' `policies` do not fit each other, the model or the platform."""
-    if any(layer_policy.rerotates for layer_policy in policies):
-        for layer in config.layers:
-            check_rerotation(layer.rope)
-    pools = {pool for pool in (layer_policy.pool(spec) for layer_policy in policies) if pool is not None}
-    if len(pools) > 1:
-        raise InputError(f"layers must keep pages of one kind, got {' and '.join(map(str, pools))}: choose one policy for them")
-    if platform == "tpu" and any(pool.dtype == "int8" for pool in pools):
-        raise InputError("page_dtype=int8 does not compile on TPU: leave it out")
-    if platform == "tpu" and any(pool.unit < pool.page_size for pool in pools):  # TPU host memory has tiles of several rows
-        raise InputError(f"{display_name(policy)} fetches single tokens, which TPU cannot: use a cache that fetches pages")
-
-
-def _other_heads(config: ModelConfig) -> tuple[tuple[int, int] | None, ...]:
-    """Returns, for each layer, number of KV heads and head size where they differ from the model's; else None."""
-    layer_heads = ((layer.kv_heads, layer.head_dim) for layer in config.layers)
-    return tuple(None if heads == (config.num_key_value_heads, config.head_dim) else heads for heads in layer_heads)
+    fields = {field.name: getattr(layout, field.name) for field in dataclasses.fields(Layout)}
+    return Plan(**fields, eos_token_ids=model.config.eos_token_ids, fetch_backend=backend)
 
 
 def _by_layer(policies: tuple[CachePolicy, ...]) -> str:

@@ -71,7 +71,8 @@ def prefill(
     Raises:
         InputError: the host has too little memory for the pool; raised before anything runs.
     """
-    pool, table = _pool_for(prompts, plan, host_memory_limit) if into is None else (into[0], jnp.asarray(into[1]))
+    lengths = [len(prompt) for prompt in prompts]
+    pool, table = pool_for(lengths, plan, host_memory_limit) if into is None else (into[0], jnp.asarray(into[1]))
     layers = prefill_layers(model, prompts, plan)
     x, states, pool = keep_layers(layers, plan, pool, table, progress=progress)
     sampling, draws = tuple(sampling), draws or [(0, i) for i in range(len(prompts))]
@@ -79,11 +80,11 @@ def prefill(
     return state, step, pool
 
 
-def _pool_for(prompts: Sequence[Sequence[int]], plan: Plan, limit: int | None) -> tuple[Pool | None, Table | None]:
-    """Returns an empty pool with room for prompts and answers, and each row's extents; None and None without a pool."""
+def pool_for(lengths: Sequence[int], plan: Plan, limit: int | None) -> tuple[Pool | None, Table | None]:
+    """Returns an empty pool for prompts of so many tokens and answers, and each row's extents; None and None without a pool."""
     if not plan.pooled:
         return None, None
-    count, table = table_for(np.stack([plan.extents(len(prompt)) for prompt in prompts]))
+    count, table = table_for(np.stack([plan.extents(length) for length in lengths]))
     return host_pool.allocate(*plan.pool_sizes(count), limit=limit), jnp.asarray(table)
 
 

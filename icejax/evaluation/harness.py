@@ -21,7 +21,7 @@ from tqdm import tqdm
 from icejax.api.generate import stream_generate
 from icejax.api.prompts import chat, check_context
 from icejax.cache.protocol import CachePolicy
-from icejax.cache.registry import checked_policy, display_name
+from icejax.cache.registry import display_name
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
 from icejax.engine.request import Request
@@ -51,7 +51,7 @@ class HarnessModel(TemplateLM):
         model: CausalLM,
         tokenizer: Any,
         *,
-        cache: CachePolicy | None = None,
+        cache: CachePolicy,
         batch_size: int = 4,
         max_length: int | None = None,
         max_gen_toks: int = 256,
@@ -64,7 +64,7 @@ class HarnessModel(TemplateLM):
             InputError: an option is out of range.
         """
         super().__init__()
-        self.model, self.tokenizer, self.cache = model, tokenizer, checked_policy(cache)
+        self.model, self.tokenizer, self.cache = model, tokenizer, cache
         self.batch_size = integer("batch_size", batch_size, most=2**16)
         self.max_length = integer("max_length", check_context(model, max_length), least=2)
         self.max_gen_toks = integer("max_gen_toks", max_gen_toks, most=2**31)

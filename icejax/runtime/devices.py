@@ -91,13 +91,30 @@ def pinned_limit() -> int:
         raise InputError(f"{PINNED_LIMIT} must be a whole number of GiB, got {text!r}") from None
 
 
+def host_free() -> int:
+    """Returns the free bytes of host memory."""
+    return psutil.virtual_memory().available
+
+
+def device_free(weights: Any, size: int | None = None) -> int:
+    """Returns the bytes of the device's memory that are free beside a model's weights, which are loaded.
+
+    Args:
+        size: bytes of the memory; None: what the device reports, on a CPU the machine's free memory.
+    """
+    if size is not None:
+        return size - sum(x.nbytes for x in jax.tree.leaves(weights) if x.sharding.memory_kind != PINNED)
+    stats = device().memory_stats() or {}
+    return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else host_free()
+
+
 def check_room(what: str, need: int, *, advice: str, limit: int | None = None) -> None:
     """Raises InputError, which begins with `what` and ends with `advice`, if `need` bytes of host memory cannot be pinned.
 
     Args:
         limit: bytes that may be taken; None: all free bytes.
     """
-    free = psutil.virtual_memory().available
+    free = host_free()
     if need > (free if limit is None else min(free, limit)):
         room = f"{free / 2**30:.1f} GiB is free" if limit is None or free < limit else f"the limit is {limit / 2**30:.3g} GiB"
         needed = f"{need / 2**30:.1f}" if need > 2**27 else f"{need / 2**30:.3g}"
@@ -113,6 +130,6 @@ def check_room(what: str, need: int, *, advice: str, limit: int | None = None) -
         )
 
 
-def check_limit(limit: int | None) -> int | None:
-    """Returns `limit`, the bytes of host memory that a cache may take (None: all free); InputError if it is out of range."""
-    return None if limit is None else integer("host_memory_limit", limit, most=2**63)
+def check_limit(limit: int | None, *, name: str = "host_memory_limit") -> int | None:
+    """Returns `limit`, the bytes of memory that may be taken (None: no limit is set); InputError if it is out of range."""
+    return None if limit is None else integer(name, limit, most=2**63)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from icejax.api.choice import Choice, session_choice
 from icejax.api.prompts import ContextFull, check_context, encode_prompts, first_messages
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import checked_policy
@@ -46,6 +46,7 @@ class Session:
         context_length: maximum number of tokens of all texts and answers together.
         template_variables: tools and arguments of the chat template, fixed when the session begins.
         started: unix time when the session began; chat templates take it as the current time.
+        cache_choice: a line that says which cache was chosen and why; None: the caller named one, or it was saved.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Session:
         *,
         cache: CachePolicy | None = None,
         context_length: int | None = None,
+        device_memory: int | None = None,
         host_memory_limit: int | None = None,
         system: str | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
@@ -63,15 +65,19 @@ class Session:
         """Begins an empty session.
 
         Args:
-            cache: the cache policy; None: `Clustered()`.
-            context_length: maximum number of tokens, for which host memory is allocated; None: the model's own.
+            cache: the cache policy; None: `Full()` where it fits and is no slower, else `Clustered()`. Where `Full` fits in
+                part, the session begins with it and moves on when it outgrows the device.
+            context_length: maximum number of tokens, for which memory is allocated; None: the model's own.
+            device_memory: bytes of the device's memory, for the choice of a cache, as in `stream_generate`.
             host_memory_limit: bytes of host memory that the cache may take; None: all free memory.
             system: the system message of a chat; None: the template's own, if it has one.
             tools, chat_template_kwargs: of the chat template, as in `icejax.chat`.
         """
         self._model, self._tokenizer, policy = model, tokenizer, checked_policy(cache)
-        self.context_length, self._limit = check_context(model, context_length), devices.check_limit(host_memory_limit)
-        self._cache = TextCache(model, policy, context_length=self.context_length, host_memory_limit=self._limit)
+        self.context_length = check_context(model, context_length)
+        limits = dict(context_length=self.context_length, host_memory_limit=devices.check_limit(host_memory_limit))
+        self._cache = TextCache(model, policy or session_choice(model, device_memory=device_memory, **limits), **limits)
+        self.cache_choice = self._cache.reason
         self.token_ids: list[int] = []
         self.messages, self.template_variables = first_messages(system), template_variables(tools, chat_template_kwargs)
         self.started = time.time()
@@ -91,8 +97,8 @@ class Session:
 
     def fresh_copy(self) -> Session:
         """Returns an empty session with the same cache, context length, system message and template variables."""
-        limits = dict(context_length=self.context_length, host_memory_limit=self._limit)
-        session = Session(self._model, self._tokenizer, cache=self._cache.policy, **limits)
+        session = Session(self._model, self._tokenizer, cache=self._cache.policy, context_length=self.context_length)
+        session._cache = self._cache.fresh_copy()
         session.messages = [message for message in self.messages[:1] if message["role"] == "system"]
         session.template_variables = self.template_variables
         return session
@@ -197,6 +203,7 @@ class Session:
         limit = answer_limit(answer.max_new_tokens, **sizes)
         if held and (self._cache.run is None or outgrows(self._model, self._seen, len(held) + len(new))):
             held, new = [], held + new
+        self._cache.make_room(len(held) + len(new) + limit, held=len(held), seen=self._seen)
         end = self._cache.end(len(held), seen=self._seen) if held else None
         tokens = held + new if end is None else (held + new)[end.tokens :]
         if not tokens:
@@ -248,22 +255,13 @@ class Session:
         if not self._seen:
             raise InputError("the session is empty: ask something before saving it")
         check_registered(self._cache.policy)
-        cache = self._cache.run.state.cache
-        about = storage.SessionInfo(
-            context_length=self.context_length,
-            first=self._cache.first,
-            tokens=len(self.token_ids),
-            pages=int(cache.lengths.next_page),
-            started=self.started,
-            messages=self.messages,
-            template_variables=self.template_variables,
-            outdated=self._outdated,
-            joints=[dataclasses.astuple(joint) for joint in self._cache.joints],
-        )
+        fields = dict(context_length=self.context_length, tokens=len(self.token_ids), started=self.started)
+        chat = dict(messages=self.messages, template_variables=self.template_variables, outdated=self._outdated)
+        about = storage.SessionInfo(**fields, **chat, **self._cache.description())
         identity = fingerprint(self._model, self._cache.policy, self._tokenizer)
         claimed = contextlib.nullcontext(path) if isinstance(path, Claim) else claim(as_path(path), mark=storage.ABOUT)
         with claimed as folder, folder.writing(private=True) as part:
-            storage.write(part, identity, about, self.token_ids, cache, self._cache.run.pool)
+            storage.write(part, identity, about, self.token_ids, self._cache.run.state.cache, self._cache.run.pool)
 
     @classmethod
     def load(
@@ -274,6 +272,7 @@ class Session:
         *,
         cache: CachePolicy | None = None,
         context_length: int | None = None,
+        device_memory: int | None = None,
         host_memory_limit: int | None = None,
     ) -> Session:
         """Returns the session saved at `path`.
@@ -281,18 +280,20 @@ class Session:
         Args:
             cache: the cache policy that the session must have; None: any.
             context_length: None: the saved one. With another one a chat goes on, which the next message prefills anew.
-            host_memory_limit: bytes of host memory that the cache may take; None: all free memory.
+            device_memory, host_memory_limit: as in `Session`.
 
         Raises:
             InputError: there is no session, it is damaged, or it was saved with another model, tokenizer or cache; the message
                 names the difference.
         """
         stored = storage.open_session(as_path(path), model, tokenizer, cache if cache is None else checked_policy(cache))
-        about, limits = stored.about, dict(host_memory_limit=host_memory_limit)
-        session = cls(model, tokenizer, cache=stored.policy, context_length=stored.context_for(context_length), **limits)
+        about, limits, length = stored.about, dict(host_memory_limit=host_memory_limit), stored.context_for(context_length)
+        begun = None if length != about.context_length and about.moves else stored.policy
+        session = cls(model, tokenizer, cache=begun, context_length=length, device_memory=device_memory, **limits)
         session.messages, session.started, session.template_variables = about.messages, about.started, about.template_variables
         if session.context_length != about.context_length:
             return session
+        session._cache = TextCache(model, Choice(stored.policy, None, about.room), context_length=length, **limits)
         session._outdated, plan = about.outdated, session._cache.plan_for(about.first)
         session.token_ids, *arrays = stored.read(plan, vocab_size=model.config.vocab_size, **limits)
         session._cache.restore(plan, about.first, about.joints, *arrays)

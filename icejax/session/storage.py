@@ -61,6 +61,7 @@ class SessionInfo:
         outdated: whether the cache holds what the messages leave out, so that it cannot be continued.
         joints: tokens and page of each place at which the cache can end.
         template_variables: tools and arguments of the chat template, from `chat_messages.template_variables`.
+        room: tokens that the cache has room for before the session moves to another cache; None: as many as the context.
     """
 
     context_length: int
@@ -72,6 +73,12 @@ class SessionInfo:
     outdated: bool = False
     joints: list[list[int]] = dataclasses.field(default_factory=list)
     template_variables: dict[str, Any] = dataclasses.field(default_factory=dict)
+    room: int | None = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether the session moves to another cache when it has more tokens."""
+        return self.room is not None
 
 
 def write(
@@ -235,10 +242,12 @@ def _about(path: Path, fields: dict[str, Any]) -> SessionInfo:
         if kind in (int, float) and (type(value) is not kind or not -1 < value < math.inf):
             damaged(path, f"{name} is {value!r:.40}")
     names = (field.name for field in dataclasses.fields(SessionInfo))
-    later = {"joints", "outdated", "template_variables"}  # sessions may be older than these fields
+    later = {"joints", "outdated", "template_variables", "room"}  # sessions may be older than these fields
     about = SessionInfo(**{name: fields.get(name) for name in names if name in fields or name not in later})
     if not 0 < about.first <= about.tokens <= about.context_length <= POSITIONS:
         damaged(path, f"{about.first} first tokens, {about.tokens} in all and room for {about.context_length} do not fit")
+    if about.room is not None and not (type(about.room) is int and about.first <= about.room < about.context_length):
+        damaged(path, f"room is {about.room!r:.40}")
     if not is_chat(about.messages):
         damaged(path, "messages are no list of turns")
     if not isinstance(about.joints, list) or not all(map(is_joint, about.joints)):

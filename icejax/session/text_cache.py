@@ -6,23 +6,30 @@ The first 784 stay, which end at a joint of the pages; 16 of the 800 equal token
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
+from typing import Any
 
+from icejax.api.choice import Choice
 from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import CachePolicy, KVCache
+from icejax.cache.registry import IN_PAGES, display_name
 from icejax.engine.decode.run import Run, resumed_run
 from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.extend import extend
+from icejax.engine.move import move
 from icejax.engine.penalties import row_options
 from icejax.engine.plan import Plan
-from icejax.engine.prefill import prefill
+from icejax.engine.prefill import pool_for, prefill
 from icejax.engine.request import AnswerOptions
 from icejax.engine.sampling import fold_in, row_keys
 from icejax.engine.trim import Joint, joint_of, last_joint, trim
 from icejax.models.decoder import CausalLM
 from icejax.session.room import session_plan
+
+LOG = logging.getLogger(__name__)
 
 
 class TextCache:
@@ -31,20 +38,66 @@ class TextCache:
     Attributes:
         run: the generation that continues the newest text; None while the cache is empty.
         plan: the plan of the run.
+        policy: the cache policy.
+        room: number of tokens that the cache has room for; with more, its tokens move to pages (`make_room`).
+        reason: why the policy was chosen, in a line; None: the caller named it.
         first: number of tokens of the first text, for which the plan was made.
         joints: places at which the cache can end, in order.
     """
 
-    def __init__(self, model: CausalLM, policy: CachePolicy, *, context_length: int, host_memory_limit: int | None) -> None:
-        self._model, self.policy = model, policy
+    def __init__(
+        self, model: CausalLM, begun: CachePolicy | Choice, *, context_length: int, host_memory_limit: int | None
+    ) -> None:
+        """Makes an empty cache.
+
+        Args:
+            begun: the policy, or the choice of one.
+        """
+        self._model, self._begun = model, begun
         self._context_length, self._limit = context_length, host_memory_limit
+        choice = begun if isinstance(begun, Choice) else Choice(begun, None)
+        self.policy, self.reason, self.room = choice.policy, choice.reason, choice.room or context_length
         self.run: Run | None = None
         self.plan: Plan | None = None
         self.first, self.joints = 0, list[Joint]()
 
     def plan_for(self, first: int) -> Plan:
         """Returns the plan of a conversation whose first text has `first` tokens."""
-        return session_plan(self._model, self.policy, context_length=self._context_length, first=first)
+        return session_plan(self._model, self.policy, context_length=self.room, first=first)
+
+    def fresh_copy(self) -> TextCache:
+        """Returns an empty cache that begins as this one did."""
+        options = dict(context_length=self._context_length, host_memory_limit=self._limit)
+        return TextCache(self._model, self._begun, **options)
+
+    def make_room(self, tokens: int, *, held: int, seen: int) -> None:
+        """Moves the cache to pages if it has no room for `tokens` tokens; its log says so.
+
+        Args:
+            held: number of first tokens that stay; 0: the cache will be made anew.
+            seen: number of tokens in the cache.
+
+        Raises:
+            InputError: the host has too little memory for the pages; the cache is as it was.
+        """
+        if tokens <= self.room:
+            return
+        count, room, before = min(held, seen), self.room, self.plan
+        if count:
+            plan = session_plan(self._model, IN_PAGES, context_length=self._context_length, first=count)
+            into = pool_for([count], plan, self._limit)
+        self.policy, self.room = IN_PAGES, self._context_length
+        names = room, display_name(self.policy)
+        LOG.warning("the conversation outgrows the %d tokens that fit the device: it goes on with the %s cache", *names)
+        if count:
+            states, self.run = list(self.run.state.cache.layers), None  # each layer is freed when it has moved
+            self.restore(plan, count, [], *move(self._model, states, count, before, plan, into))
+
+    def description(self) -> dict[str, Any]:
+        """Returns what a saved session says of the cache."""
+        pages, joints = int(self.run.state.cache.lengths.next_page), [astuple(joint) for joint in self.joints]
+        room = None if self.room == self._context_length else self.room
+        return dict(first=self.first, pages=pages, joints=joints, room=room)
 
     def restore(self, plan: Plan, first: int, joints: Sequence[Sequence[int]], cache: KVCache, pool: Pool | None) -> None:
         """Takes over a saved cache, which has been read for `plan`."""

@@ -74,6 +74,24 @@ def test_lines_are_answered_one_behind_the_other(talk, chatting, tmp_path):
     assert stats["cache"].strip() == "full" and stats["first token"].endswith(" s of them compiling")
 
 
+@pytest.mark.slow
+def test_a_chat_that_outgrows_the_device_moves_to_pages(talk):
+    """The weights take 11.3 MB, and a full cache of 768 tokens fits beside them."""
+    options = ["--device-memory", "0.0186", "--context-length", "3000", *OPTIONS[4:]]
+    status, out, err = talk("a" * 300, "/stats", "b" * 500, "/stats", "/quit", options=options)
+    assert (status, len(out)) == (0, 2)
+    assert err[0] == "cache full for the first 768 tokens, as many as fit the device; then clustered, budget 256"
+    assert [line.split()[1:] for line in err if line.strip().startswith("cache ")][1:] == [
+        ["full"],
+        ["clustered,", "budget", "256"],
+    ]
+    moved = "the conversation outgrows the 768 tokens that fit the device: it goes on with the clustered cache"
+    assert [line for line in err if moved in line] == [f"icejax chat: warning: {moved}"]
+    assert talk("a", "/quit", options=[*options, "--quiet"])[2] == []
+    status, _, err = talk("a", options=[*options, "--device-memory", "0"])
+    assert status == 2 and err == ["icejax chat: error: --device-memory must be a number above 0 and at most 1e+09, got 0.0"]
+
+
 def test_reset_begins_anew_and_files_can_be_left_out(talk, chatting):
     options = [*OPTIONS, "--system", "s"]
     status, out, err = talk("a", f"/file {__file__}", "/file", "/reset", "/stats", "b", options=options)

@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from icejax.api.choice import batch_choice
+from icejax.api.generate import ASSETS
+from icejax.cache.registry import IN_PAGES, ON_DEVICE
 from icejax.commands import doctor
 from icejax.runtime.host_reads import choose
 from icejax.runtime.host_reads.backends import BACKENDS
@@ -20,7 +23,21 @@ def test_every_backend_is_tested_and_timed(capsys):
         assert (
             row["exact"] and abs(row["gb_per_s"] * row["microseconds"] / 1e6 * 1e9 / (512 * 8192) - 1) < 0.1
         )  # two digits are printed
+    assert list(report["full_no_slower_up_to"]) == ["the bundled model", "Llama-3.1-8B"]
     assert report["fetch_backend"] == "gather_flat" and "pinned_host" in report["devices"][0]["memory_kinds"]
+
+
+def test_the_length_where_caches_cross_is_that_of_the_choice(capsys, bundled):
+    assert doctor.main(["--model", str(ASSETS)]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--cache auto: ")]
+    start = "--cache auto: full up to "
+    assert line.startswith(start) and line.endswith(f" tokens, then clustered ({ASSETS})")
+    tokens = int(line.removeprefix(start).partition(" ")[0].replace(",", ""))
+    for length, policy in ((tokens, ON_DEVICE), (tokens + 1, IN_PAGES)):
+        sizes = dict(batch_size=1, prompt_tokens=length - 256, new_tokens=256, joins=False)
+        assert batch_choice(bundled[0], device_memory=2**33, host_memory_limit=None, **sizes).policy == policy
+    assert doctor.main(["--model", "no/such/model"]) == 2
+    assert capsys.readouterr().err.startswith("icejax.doctor: error: ")
 
 
 def test_a_backend_that_fails_is_shown_with_its_reason(capsys, monkeypatch):

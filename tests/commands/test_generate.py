@@ -16,10 +16,10 @@ import icejax
 from bench.needle import task
 from icejax.api.generate import ASSETS
 from icejax.cache.options import make_policy
-from icejax.cache.registry import Clustered, name_of, names
+from icejax.cache.registry import Clustered, Full, Tolerant, name_of, names
 from icejax.checks.errors import InputError
 from icejax.commands import generate as command
-from icejax.commands import printer, process
+from icejax.commands import options, printer, process
 from icejax.commands.requests import BUNDLED_PROMPT
 from icejax.engine.response import GenerationResponse, RunReport
 from icejax.session import text_cache
@@ -61,7 +61,7 @@ def test_without_arguments_the_bundled_example_is_answered():
 
 def test_json_has_every_field_and_bytes_of_the_pytree(capsys):
     prompt = BUNDLED_PROMPT.read_text()[-3000:]
-    status, out, err = run(capsys, "--prompt", prompt, "--json", *SHORT)
+    status, out, err = run(capsys, "--prompt", prompt, "--json", "--cache", "clustered", *SHORT)
     report = json.loads(out)
     assert status == 0 and err == "" and set(report) == FIELDS
     assert report["prompt_tokens"] == 3000 and report["new_tokens"] == len(report["token_ids"]) <= 4
@@ -96,7 +96,8 @@ def test_prompts_give_one_json_line_each_as_in_single_runs(capsys, tmp_path):
 
 def test_streamed_whole_and_stdin_texts_are_the_same(capsys, monkeypatch):
     streamed = run(capsys, "--prompt", "import os\n", *SHORT)
-    assert streamed[0] == 0 and streamed[2] == ""
+    assert streamed[0] == 0
+    assert streamed[2] == "cache full: for 14 tokens a step is estimated 0.8 ms faster than with clustered\n"
     assert run(capsys, "--prompt", "import os\n", "--no-stream", *SHORT) == streamed
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"import os\n")))
     assert run(capsys, "--prompt", "-", *SHORT) == streamed
@@ -150,10 +151,26 @@ def test_every_cache_is_made_by_its_name():
         (("clustered", {"budget": 2.5}), "budget must be a whole number, got 2.5"),
         ((["full"], {}), r"unknown cache \['full'\]: expected one of "),
         (("full", None), "cache options must be a mapping of names to values, got None"),
-        (("full", {1: 2}), "cache 'full' has no option 1: it has none"),
+        (("full", {1: 2}), "cache 'full' has no option 1: expected one of movable"),
     ):
         with pytest.raises(InputError, match=f"^{message}"):
             make_policy(*arguments)
+
+
+@pytest.mark.parametrize(
+    "line, policy",
+    [
+        ([], None),
+        (["--cache", "auto"], None),
+        (["--cache", "full"], Full()),
+        (["--budget", "64"], Clustered(budget=64)),
+        (["--cache", "auto", "--page-size", "8"], Clustered(page_size=8)),
+        (["--cache-option", "look=4"], Clustered(look=4)),
+        (["--tolerance", "0.05", "--budget", "128"], Tolerant(tolerance=0.05, budget=128)),
+    ],
+)
+def test_options_of_a_cache_mean_clustered(line, policy):
+    assert options.policy(options.parser("icejax").parse_args(line)) == policy
 
 
 def test_options_of_sampling_without_a_temperature_are_told(capsys, tmp_path):
@@ -183,7 +200,7 @@ BAD_ARGUMENTS = {
     "small budget": (["--prompt", "x", "--budget", "30"], "budget must hold 5 sinks, a window of 21 and a page of 16: at least 42, got 30"),
     "budget no number": (["--prompt", "x", "--budget", "many"], "argument --budget: invalid int value: 'many'"),
     "tolerance of nothing": (["--prompt", "x", "--tolerance", "0"], "tolerance must be a number above 0 and at most 1000, got 0.0"),
-    "tolerance of another cache": (["--prompt", "x", "--tolerance", "0.1", "--cache", "full"], "cache 'full' has no option 'tolerance': it has none"),
+    "tolerance of another cache": (["--prompt", "x", "--tolerance", "0.1", "--cache", "full"], "cache 'full' has no option 'tolerance': expected one of movable"),
     "largest budget alone": (["--prompt", "x", "--max-budget", "512"], "--max-budget needs --tolerance"),
     "option no number": (["--prompt", "x", "--cache-option", "sinks=few"], "cache option sinks must be int, got 'few'"),
     "unknown cache": (["--prompt", "x", "--cache", "best"], "unknown cache 'best': expected one of adakv, arkvale, clustered"),
@@ -201,7 +218,7 @@ BAD_ARGUMENTS = {
         ["--prompt", "x", "--cache-option", "magic=1"],
         "cache 'clustered' has no option 'magic': expected one of budget, page_size, sinks, window, ",
     ),
-    "option of another cache": (["--prompt", "x", "--cache", "full", "--budget", "64"], "cache 'full' has no option 'budget': it has none"),
+    "option of another cache": (["--prompt", "x", "--cache", "full", "--budget", "64"], "cache 'full' has no option 'budget': expected one of movable"),
     "option without value": (["--prompt", "x", "--cache-option", "sinks"], "--cache-option must be KEY=VALUE, got 'sinks'"),
     "page size": (["--prompt", "x", "--page-size", "12"], "page_size must be a power of two, got 12"),
     "window": (["--prompt", "x", "--cache-option", "window=16"], "window must be larger than page_size (16), got 16"),
@@ -328,7 +345,7 @@ def test_bad_prompt_files(capsys, tmp_path, case):
 def test_too_little_host_memory_is_told_before_prefill(capsys, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000, "total": 2**34})())
     monkeypatch.setattr("icejax.engine.prefill._prefill_layer", lambda *_, **__: pytest.fail("prefill began"))
-    status, out, err = run(capsys, "--prompt", "x", *SHORT)
+    status, out, err = run(capsys, "--prompt", "x", "--cache", "clustered", *SHORT)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert "of host memory and 0.0 GiB is free: use a shorter prompt" in err
 
@@ -336,7 +353,7 @@ def test_too_little_host_memory_is_told_before_prefill(capsys, monkeypatch):
 @pytest.mark.slow
 def test_host_memory_limit_is_told_before_prefill(capsys):
     prompt = BUNDLED_PROMPT.read_text()[-3000:]
-    status, out, err = run(capsys, "--prompt", prompt, "--host-memory-limit", "0.001", *SHORT)
+    status, out, err = run(capsys, "--prompt", prompt, "--host-memory-limit", "0.001", "--cache", "clustered", *SHORT)
     assert (status, out) == (2, "") and len(err.splitlines()) == 1
     assert "GiB of host memory and the limit is 0.001 GiB: use a shorter prompt" in err
     assert run(capsys, "--prompt", prompt, "--host-memory-limit", "1", *SHORT)[0] == 0

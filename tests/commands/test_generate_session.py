@@ -50,7 +50,7 @@ def test_the_folder_is_held_while_the_command_runs(capsys, tmp_path, monkeypatch
 def test_a_disk_too_small_is_told_before_the_prompt_runs(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(text_cache, "prefill", lambda *_, **__: pytest.fail("the prompt ran"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 2**40, 2**20))
-    status, out, err = run(capsys, *line(tmp_path / "kept"))
+    status, out, err = run(capsys, *line(tmp_path / "kept"), "--cache", "clustered")
     assert (status, out, err.count("\n")) == (2, "", 1) and "GiB and 0.000977 GiB is free on its disk: make room" in err
 
 
@@ -70,6 +70,6 @@ def test_failed_save_is_told_after_the_answer_keeps_old_session(capsys, tmp_path
 
 @pytest.mark.slow
 def test_unlimited_answer_needs_room_for_the_context_alone(capsys, tmp_path):
-    status, out, err = run(capsys, *line(tmp_path / "kept"), "--max-new-tokens", str(10**12))
+    status, out, err = run(capsys, *line(tmp_path / "kept"), "--cache", "full", "--max-new-tokens", str(10**12))
     assert status == 0 and out.startswith("12345.") and err.count("\n") == 1
     assert f"has room for an answer of 469, not {10**12}" in err

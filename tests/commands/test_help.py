@@ -47,14 +47,15 @@ def test_every_option_of_every_cache_has_a_line(capsys):
 
 def test_a_verbose_run_says_how_it_runs(capsys, monkeypatch, bundled):
     monkeypatch.setattr("icejax.commands.generate.load", lambda *_: bundled)
-    status, out, err = run(capsys, "--prompt", "import os", "--max-new-tokens", "2", "--verbose")
+    status, out, err = run(capsys, "--prompt", "import os", "--max-new-tokens", "2", "--budget", "256", "--verbose")
     lines = [line.removeprefix("icejax.generate: info: ") for line in err.splitlines()]
     assert status == 0 and lines[:2] == [
         "1 rows of at most 9 tokens, padded to 256, and room for 256 new ones",
         "layers: 0-3 clustered",
     ]
     assert re.fullmatch(r"first token after \d+\.\d\d s, \d+\.\d\d s of them compiling", lines[-1])
-    assert run(capsys, "--prompt", "import os", "--max-new-tokens", "2")[2] == ""
+    assert run(capsys, "--prompt", "import os", "--max-new-tokens", "2", "--budget", "256")[2] == ""
+    assert run(capsys, "--prompt", "import os", "--max-new-tokens", "2", "--quiet")[2] == ""
 
 
 def test_first_layers_and_windows_are_told_apart():
@@ -64,7 +65,7 @@ def test_first_layers_and_windows_are_told_apart():
 
 @pytest.mark.parametrize("width, several", [(60, 1), (60, 7), (100, 7)])
 def test_the_table_fits_the_terminal(bundled, width, several):
-    responses = icejax.generate(*bundled, "import os", max_new_tokens=2) * several
+    responses = icejax.generate(*bundled, "import os", cache=Clustered(), max_new_tokens=2) * several
     console = Console(width=width, file=io.StringIO())
     console.print(
         table([replace(response, prompt_tokens=10**6, ttft_s=1234.5, compile_s=98.76) for response in responses], console)
@@ -80,7 +81,7 @@ def test_the_table_fits_the_terminal(bundled, width, several):
 @pytest.mark.parametrize("width", [60, 100, 150])
 def test_the_table_has_what_one_answer_of_a_run_knows(bundled, width):
     """A one-token answer has no decode step, so no expert statistics; other answers of the run still show theirs."""
-    short = icejax.generate(*bundled, "import os", max_new_tokens=1)[0]
+    short = icejax.generate(*bundled, "import os", cache=Clustered(), max_new_tokens=1)[0]
     long = replace(short, expert_hit_rate=0.625, expert_bytes_per_token=2.0**21, estimated_error=0.0125, budget_used=99.0)
     console = Console(width=width, file=io.StringIO())
     console.print(table([short, replace(long, estimated_error=None), long], console))

@@ -200,7 +200,7 @@ def test_a_closed_stdout_pipe_ends_quietly(endless):
 @LINUX
 @pytest.mark.parametrize(
     "arguments",
-    [pytest.param(["--prompt", "x", "--max-new-tokens", "2"], marks=pytest.mark.slow), ["--help"]],
+    [pytest.param(["--prompt", "x", "--max-new-tokens", "2", "--quiet"], marks=pytest.mark.slow), ["--help"]],
     ids=lambda x: x[0],
 )
 def test_a_full_stdout_is_one_line(arguments):

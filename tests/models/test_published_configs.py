@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from icejax.cache.registry import Clustered, layer_policies
+from icejax.cache.registry import Clustered, layer_policies, warn_unused
 from icejax.config import ExpertForm, Experts, Latent, Rope, RopeScaling
 from icejax.models.hf.hf_config import SIGMOID, SOFTMAX
 from icejax.models.registry import family
@@ -255,6 +255,9 @@ def test_window_as_large_as_the_run_keeps_the_clustered_cache(caplog):
         for raw in (PUBLISHED[n][0] for n in ("Ministral-8B-Instruct-2410", "Mistral-7B-Instruct-v0.1"))
     )
     assert layer_policies(policy, ministral, capacity=32768).count(policy) == 34  # the first two are dense
+    warn_unused(policy, layer_policies(policy, ministral, capacity=32768))
     assert not caplog.records
-    assert policy not in layer_policies(policy, mistral, capacity=8192)
+    by_layer = layer_policies(policy, mistral, capacity=8192)
+    warn_unused(policy, by_layer)
+    assert policy not in by_layer
     assert "the clustered cache is not used" in caplog.text

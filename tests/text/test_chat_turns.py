@@ -53,7 +53,7 @@ def test_names_in_a_conversation_are_text(monkeypatch, family):
     names = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     for parse_special in (False, True):
         scripted, messages = Scripted(monkeypatch, tokenizer), []
-        session = Session(scripted.model, tokenizer)
+        session = Session(scripted.model, tokenizer, cache=Clustered())
         for question in (f"say {name}x", f"{name} now"):
             scripted.answers = [[65, end]]
             messages.append({"role": "user", "content": question})
@@ -163,7 +163,7 @@ def test_chat_tokens_equal_those_of_the_whole_conversation(monkeypatch, family):
     other_end = tokenizer.convert_tokens_to_ids("<unused>")
     scripted = Scripted(monkeypatch, tokenizer, ends=(tokenizer.eos_token_id, other_end))
     system = " Be brief. " if spec.system else None
-    session = Session(scripted.model, tokenizer, system=system)
+    session = Session(scripted.model, tokenizer, cache=Clustered(), system=system)
     messages = [{"role": "system", "content": system}] if spec.system else []
     trims = "content'] | trim" in spec.template
     for question, answer, end in TALK:
@@ -193,7 +193,7 @@ def test_a_template_that_leaves_a_message_out_is_told(monkeypatch):
         "{% for m in messages[:2] %}{{ m.content }}{% endfor %}{{ eos_token * (messages | length > 2) }}",
     )
     scripted = Scripted(monkeypatch, tokenizer)
-    session = Session(scripted.model, tokenizer)
+    session = Session(scripted.model, tokenizer, cache=Clustered())
     scripted.answers, scripted.leaves = [[65, tokenizer.eos_token_id]], 0
     list(session.stream_chat("a"))
     before = list(session.token_ids), list(session.messages)
@@ -211,7 +211,7 @@ def test_the_end_of_an_answer_is_no_text():
 def test_a_trimmed_answer_keeps_its_own_tokens(monkeypatch):
     tokenizer = chat_templates.tokenizer("llama")
     scripted = Scripted(monkeypatch, tokenizer)
-    session = Session(scripted.model, tokenizer)
+    session = Session(scripted.model, tokenizer, cache=Clustered())
     answer_ids = tokenizer(" It is.\n\n").input_ids + [tokenizer.eos_token_id]
     scripted.answers = [answer_ids, [65]]
     list(session.stream_chat("a"))
@@ -226,7 +226,7 @@ def test_a_trimmed_answer_keeps_its_own_tokens(monkeypatch):
 def test_a_stop_string_does_not_stay_in_a_chat(monkeypatch, caplog):
     tokenizer = chat_templates.tokenizer("qwen2.5")
     scripted = Scripted(monkeypatch, tokenizer)
-    session = Session(scripted.model, tokenizer)
+    session = Session(scripted.model, tokenizer, cache=Clustered())
     monkeypatch.setattr(session_messages, "SHORT", 0)
     scripted.answers = [tokenizer("One. STOP and more").input_ids, [65], [66]]
     assert "".join(piece.text for piece in session.stream_chat("a", stop=[" STOP"])) == "One."
@@ -243,7 +243,7 @@ def test_a_short_chat_prefilled_anew_is_no_warning(monkeypatch, caplog):
     """Each answer ends at a stop string; the third text has more than 64 tokens, and the fourth warns no more."""
     tokenizer = chat_templates.tokenizer("gemma")
     scripted = Scripted(monkeypatch, tokenizer)
-    session, levels = Session(scripted.model, tokenizer), []
+    session, levels = Session(scripted.model, tokenizer, cache=Clustered()), []
     for question in ("a", "b", "0123456789" * 7, "c"):
         scripted.answers = [tokenizer("One. STOP and more").input_ids]
         caplog.clear()
@@ -262,7 +262,7 @@ def test_rewriting_template_costs_what_it_rewrites(monkeypatch, caplog, trims):
     tokenizer = chat_templates.tokenizer("qwen3")
     scripted = Scripted(monkeypatch, tokenizer, trims=trims)
     monkeypatch.setattr(session_messages, "SHORT", 0)
-    session = Session(scripted.model, tokenizer)
+    session = Session(scripted.model, tokenizer, cache=Clustered())
     messages = []
     for turn, (question, answer) in enumerate(
         [("a", "<think>\nhm\n</think>\n\nOne"), ("b", "<think>\n</think>\n\n2"), ("c", "3"), ("d", "4")]
@@ -288,7 +288,7 @@ def test_a_date_is_that_of_the_beginning(monkeypatch):
     tokenizer = chat_templates.tokenizer("llama")
     monkeypatch.setattr(tokenizer, "chat_template", DATED)
     scripted = Scripted(monkeypatch, tokenizer)
-    session = Session(scripted.model, tokenizer)
+    session = Session(scripted.model, tokenizer, cache=Clustered())
     session.started = 86400.0 * 365
     scripted.answers = [[65], [65]]
     list(session.stream_chat("a"))

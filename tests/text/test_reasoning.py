@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from icejax.cache.registry import Clustered
 from icejax.engine.decode.counters import NOTHING
 from icejax.engine.decode.row import Row
 from icejax.session.session import Session
@@ -147,7 +148,7 @@ def test_who_knows_no_marks_writes_them_as_text(bundled):
 
 def test_a_harmony_chat_keeps_no_thoughts(harmony, monkeypatch):
     scripted = Scripted(monkeypatch, harmony)
-    session = Session(scripted.model, harmony)
+    session = Session(scripted.model, harmony, cache=Clustered())
     answer = harmony(ANALYSIS + "They greet me.<|end|>" + FINAL + "Hello!<|return|>").input_ids
     scripted.answers, messages = [answer] * 3, []
     for question in ("hi", "and now?", "and then?"):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, View
 from icejax.cache.sizes import CacheSpec
-from icejax.ops.attention.dense import Attended, attend_slots, attend_with_lse
+from icejax.ops.attention.dense import Attended, Scoring, attend_slots, attend_with_lse
 from icejax.ops.slots import append, append_text, by_head, merge_heads, per_head, split_heads
 
 
@@ -37,7 +37,23 @@ class TokenState:
 
     def each(self, made: Callable[[jax.Array, jax.Array], jax.Array], heads: Heads) -> TokenState:
         """Returns the state with `made(slots, new tokens of heads)` for keys and, where the state has values, for values."""
-        return TokenState(made(self.k, heads.k), None if self.v is None else made(self.v, heads.v))
+        return replace(self, k=made(self.k, heads.k), v=None if self.v is None else made(self.v, heads.v))
+
+    def heads(self, spec: CacheSpec, lengths: Int[Array, " B"], scoring: Scoring, *, padded: int) -> Heads:
+        """Returns the tokens of slots by position as heads of a prompt, for the `prefill` of another policy; queries are 0.
+
+        Args:
+            spec: the sizes of this cache.
+            lengths: tokens of each row.
+            padded: tokens of the padded prompt.
+        """
+
+        def by_token(x: jax.Array) -> jax.Array:
+            x = split_heads(x, spec.num_kv_heads).swapaxes(1, 2)[:, :padded]
+            return jnp.pad(x, [(0, 0), (0, padded - x.shape[1]), (0, 0), (0, 0)])
+
+        k, v = by_token(self.k), by_token(self.values)[..., : spec.value_dim]
+        return Heads(jnp.zeros((*k.shape[:2], spec.num_heads, k.shape[3]), k.dtype), k, v, lengths, scoring)
 
 
 def empty_slots(spec: CacheSpec, slots: int) -> TokenState:

@@ -21,7 +21,7 @@ from icejax.cache.index.base import PageIndex
 from icejax.cache.pool.host_pool import Fetched
 from icejax.cache.pool.page_format import PagePlanes, Stored, stack_planes
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, Shared, View
-from icejax.cache.sizes import CacheSpec, PoolSpec
+from icejax.cache.sizes import CacheSpec, PoolSpec, StepReads
 from icejax.checks.errors import InputError
 from icejax.ops.attention.dense import Attended, attend_all, causal_with_lse, merge_by_lse
 from icejax.ops.pages.paged_attention import attend_whole
@@ -95,7 +95,6 @@ class Retrieval(CachePolicy):
 
     def order(self, k: Float[Array, "B K T H"], valid: Bool[Array, "B T"]) -> Int[Array, "B K S"] | None:
         """Returns the indices of tokens in the order in which they fill pages, for whole pages; None: by position."""
-        del k, valid
         return None
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Selection) -> tuple[Attended, Float[Array, "B K M p"]]:
@@ -127,6 +126,9 @@ class Retrieval(CachePolicy):
             dtype=self.page_dtype or spec.dtype,
             compact_every=self.compact_every,
         )
+
+    def step_reads(self, spec: CacheSpec) -> StepReads:
+        return replace(super().step_reads(spec), host=self.num_fetched(self.pool(spec).pages) * self._unit * spec.token_bytes)
 
     def init(self, spec: CacheSpec) -> PagedState:
         heads = (spec.batch_size, spec.num_kv_heads)
@@ -200,12 +202,10 @@ class Retrieval(CachePolicy):
 
     def reader(self, state: PagedState, view: View) -> Read:
         """Returns a function that reads pages for a new text; the pool's are exact."""
-        del state
         return view.pool.fetch
 
     def stored(self, planes: PagePlanes, mask: Bool[Array, "B K P p"]) -> Stored:
         """Returns pages as the pool keeps them; a policy may add codes."""
-        del mask
         return stack_planes(planes)
 
     def _packed(self, planes: Planes, valid: Bool[Array, "B T"], shared: Shared | None) -> tuple[Stored, Any, Shared | None]:

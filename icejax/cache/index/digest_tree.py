@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.index.base import PageIndex, PageNumber, move_pages
-from icejax.cache.sizes import CacheSpec
+from icejax.cache.sizes import CacheSpec, num_bytes
 from icejax.ops.pages import tree
 from icejax.ops.pages.digests import Digests, digest, empty, put
 from icejax.ops.pages.key_scatter import add_scatter
@@ -58,7 +58,7 @@ class DigestTree(PageIndex[Digested, Described, tuple[Digests, ...]]):
         scatter, fit = jnp.zeros((*shape[:2], spec.head_dim, spec.head_dim)), None
         if self.value_fit and not spec.latent:
             fit = empty_fit(spec.batch_size, spec.num_kv_heads, spec.head_dim, spec.value_dim)
-            is_small = 4 * _bytes(fit) <= _bytes(levels)
+            is_small = 4 * num_bytes(fit) <= num_bytes(levels)
             fit = fit if is_small else None
         return Digested(levels, scatter, fit)
 
@@ -101,7 +101,3 @@ class DigestTree(PageIndex[Digested, Described, tuple[Digests, ...]]):
 def _fitted(index: Digested, sums: Sums) -> Digested:
     fit = None if index.fit is None else update_fit(index.fit, index.scatter, sums)
     return replace(index, scatter=add_scatter(index.scatter, sums.keys.sum(2)), fit=fit)
-
-
-def _bytes(arrays: object) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))

@@ -10,10 +10,12 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import jax
 from jaxtyping import Array, Bool, Float
 
 from icejax.cache.bases.digest_pages import DigestPages
 from icejax.cache.bases.page_reads import InCodes, KeysFirst, WholePages
+from icejax.cache.bases.reranking import KEY_ONLY_FACTOR
 from icejax.cache.bases.retrieval import Near, Pages
 from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.similar_pages import ScaledState
@@ -21,10 +23,11 @@ from icejax.cache.bases.two_precisions import BITS
 from icejax.cache.index.digest_tree import Digested
 from icejax.cache.pool.page_format import PagePlanes, Stored
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Report, View
-from icejax.cache.sizes import CacheSpec, PoolSpec
+from icejax.cache.sizes import CacheSpec, PoolSpec, StepReads, num_bytes
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import integer, one_of
 from icejax.ops.attention.dense import Attended
+from icejax.ops.pages import tree
 from icejax.ops.pages.digests import Score
 
 
@@ -127,6 +130,16 @@ class Clustered(DigestPages):
 
     def pool(self, spec: CacheSpec) -> PoolSpec:
         return replace(super().pool(spec), codes=self.reads.code_bytes(spec.planes))
+
+    def step_reads(self, spec: CacheSpec) -> StepReads:
+        """Counts of the tree the highest level and the opened nodes below; a step that looks in codes as one without."""
+        pages, reads = self.pool(spec).pages, super().step_reads(spec)
+        *lower, highest = jax.eval_shape(lambda: self.index.empty(spec, pages)).levels
+        opened = tree.num_opened(self.num_ranked(pages), least=self.opened) * tree.FAN_OUT
+        device = num_bytes(highest) + sum(num_bytes(x) * min(opened, n := x.count.shape[-1]) // n for x in lower)
+        keys_alone = self.pages_for(self.budget, pages, times=KEY_ONLY_FACTOR) * self.page_size
+        halves = (keys_alone + self.num_fetched(pages)) * spec.token_bytes // 2  # keys, and values of the best
+        return StepReads(device=device, host=halves if self.by_slot else reads.host)
 
     def stored(self, planes: PagePlanes, mask: Bool[Array, "B K P p"]) -> Stored:
         return self.reads.stored(super().stored(planes, mask), planes, mask)

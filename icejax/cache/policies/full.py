@@ -5,7 +5,7 @@ The registry offers `Full` as `--cache full`; `Ring` serves sliding-window layer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,61 @@ from icejax.cache.bases.all_tokens import AllTokens, TokenState, decode_in_slot,
 from icejax.cache.bases.ring import ring_positions, with_new_tokens
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, View
 from icejax.cache.sizes import CacheSpec
-from icejax.ops.attention.dense import Attended, attend_all, causal_with_lse, merge_by_lse
+from icejax.ops.attention.dense import Attended, Scoring, attend_all, causal_with_lse, merge_by_lse
+from icejax.ops.pages.channel_scaling import query_squares
 from icejax.ops.slots import by_head, merge_heads, per_head, split_heads
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MovableState(TokenState):
+    """The state of a cache whose tokens can move to another one.
+
+    Attributes:
+        squares: squares of the queries of all tokens so far, as `query_squares` returns them.
+    """
+
+    squares: jax.Array  # f32[B, K, H]
+
+    def heads(self, spec: CacheSpec, lengths: Int[Array, " B"], scoring: Scoring, *, padded: int) -> Heads:
+        """Returns the heads with equal queries whose squares are those of all queries: no cache keeps the queries."""
+        heads = super().heads(spec, lengths, scoring, padded=padded)
+        size = jnp.sqrt(self.squares / lengths.astype(jnp.float32)[:, None, None])[:, None, :, None]  # B 1 K 1 H
+        shape = (*heads.q.shape[:2], spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, heads.q.shape[3])
+        return replace(heads, q=jnp.broadcast_to(size, shape).reshape(heads.q.shape).astype(heads.q.dtype))
 
 
 @dataclass(frozen=True)
 class Full(AllTokens):
-    """Every token on the device, attended exactly: the reference for all other policies."""
+    """Every token on the device, attended exactly: the reference for all other policies.
+
+    Attributes:
+        movable: whether the squares of queries are summed too, so that a session can move its tokens to pages
+            (`session.text_cache`); a session that begins with as many tokens as fit the device sets it.
+    """
+
+    movable: bool = False
+
+    def init(self, spec: CacheSpec) -> TokenState:
+        state = super().init(spec)
+        if not self.movable:
+            return state
+        return MovableState(state.k, state.v, jnp.zeros((spec.batch_size, spec.num_kv_heads, spec.head_dim)))
+
+    def prefill(self, state: TokenState, heads: Heads, attended: Attended, view: View) -> Outcome:
+        return self._counted(super().prefill(state, heads, attended, view), heads)
+
+    def extend(self, state: TokenState, heads: Heads, view: View) -> Outcome:
+        return self._counted(super().extend(state, heads, view), heads)
+
+    def decode(self, state: TokenState, heads: Heads, view: View) -> Outcome:
+        return self._counted(super().decode(state, heads, view), heads)
+
+    def _counted(self, outcome: Outcome, heads: Heads) -> Outcome:
+        if not self.movable:
+            return outcome
+        squares = query_squares(heads.q, heads.lengths, kv_heads=heads.k.shape[2])
+        return replace(outcome, state=replace(outcome.state, squares=outcome.state.squares + squares))
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ def factors_of(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], new: Int[
     """
     valid = (jnp.arange(k.shape[1])[None] < new[:, None])[:, :, None, None]
     count = jnp.maximum(new, 1).astype(jnp.float32)[:, None, None]
-    queries, keys = (jnp.where(valid, x, 0).astype(jnp.float32) for x in (q, k))
-    query_sizes = jnp.square(queries).sum(1).reshape(*k.shape[::2], -1, k.shape[-1]).mean(2)
+    keys = jnp.where(valid, k, 0).astype(jnp.float32)
+    query_sizes = query_squares(q, new, kv_heads=k.shape[2])
     mean = keys.sum(1) / count
     key_sizes = jnp.where(valid, jnp.square(keys - mean[:, None]), 0).sum(1)
     key_sizes = jnp.where(key_sizes > ROUNDING * jnp.square(mean) * count, key_sizes, 0)
@@ -40,3 +40,14 @@ def factors_of(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], new: Int[
     scaled = (jnp.abs(off) >= LEAST) & (new >= FEWEST)[:, None, None]
     doublings = jnp.where(scaled, jnp.clip(jnp.round(off), -MOST, MOST), 0.0)
     return jnp.ldexp(jnp.ones_like(off), doublings.astype(jnp.int32))
+
+
+def query_squares(q: Float[Array, "B T N H"], new: Int[Array, " B"], *, kv_heads: int) -> Float[Array, "B {kv_heads} H"]:
+    """Returns the squares of real tokens' queries by channel: sums over tokens, means over the query heads of a KV head.
+
+    Args:
+        new: real tokens of each row; padding may hold anything.
+    """
+    valid = (jnp.arange(q.shape[1])[None] < new[:, None])[:, :, None, None]
+    sums = jnp.square(jnp.where(valid, q, 0).astype(jnp.float32)).sum(1)
+    return sums.reshape(len(q), kv_heads, -1, q.shape[-1]).mean(2)
