@@ -1,5 +1,7 @@
 """Texts for a model of any tokenizer, and questions at their end whose true continuations are known.
 
+`bench.compare`, `bench.pages`, `bench.calibrate` and `bench.two_precisions` take them.
+
 The texts are those of this machine: the modules of Python's standard library, and the documentation and licences of installed
 packages (`bench.needle.task`). Every number draws the same text again. There are two tasks:
 
@@ -28,6 +30,7 @@ QUESTIONS = 3  # per text
 LINES = 16  # values in a text
 CONTINUED = 17  # most tokens of a continuation
 LONGEST = 64  # most tokens of a question and its continuation
+CAPTURED = 6  # tokens of a continuation whose queries are captured: five digits and a line break, or fewer
 SHORTEST = 512  # tokens of a text that has room for modules or values
 WORDS = (
     "amber basalt cedar copper crimson dapple ember frosty golden hollow indigo jade linen marble olive silver".split(),
@@ -64,6 +67,13 @@ def document(tokenizer: Any, name: Task, *, tokens: int, number: int) -> Documen
     ids, asked = (_modules if name == "function" else _values)(tokenizer, rng, tokens)
     begin = _begin(tokenizer)
     return Document(begin + ids[len(ids) - tokens + len(begin) :], tuple(asked))
+
+
+def prompt(tokenizer: Any, name: Task, *, length: int, number: int) -> tuple[list[int], list[int]]:
+    """Returns a text with a question at its end, of at most `length` tokens, and the next `CAPTURED` tokens."""
+    text = document(tokenizer, name, tokens=length - LONGEST, number=number)
+    question = text.questions[0]
+    return text.tokens + question.tokens, question.continuation[:CAPTURED]
 
 
 def excerpt(tokenizer: Any, kind: task.Kind, *, tokens: int, seed: int) -> list[int]:

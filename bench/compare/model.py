@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-import icejax
-from bench import published, texts
+from bench import panel, texts
 from bench.compare import cells, forced, forced_page, forced_picture
 from bench.flags import listed, make_folder, numbers
 from icejax.cache.registry import names
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
-from icejax.models.decoder import CausalLM
 from icejax.runtime.compile_cache import keep_programs
 
 DEFAULTS = dict(budgets="64,256", lengths="4096", tasks=",".join(texts.TASKS), questions=24)
 QUICK = dict(budgets="256", lengths="2048", questions=2)
 LINES = "compare-published.jsonl"
-
-
-def load(model: str, *, console: Console) -> tuple[str, CausalLM, Any]:
-    """Returns the name, the model in fp32, and the tokenizer of a folder, a GGUF file, or a model of `bench.published`."""
-    source = published.gguf(model, say=console.print) if model in published.MODELS else model
-    return Path(model).name, *icejax.load(source, dtype="float32")
 
 
 def compare(arguments: argparse.Namespace, console: Console) -> None:
@@ -48,7 +39,7 @@ def compare(arguments: argparse.Namespace, console: Console) -> None:
         console.print(f"{total} readings of a question by a policy")
         return
     make_folder(arguments.out)
-    name, model, tokenizer = load(arguments.model, console=console)
+    ((name, model, tokenizer),) = panel.readers(arguments.model, dtype="float32")
     keep_programs(None)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
