@@ -51,7 +51,9 @@ def compare(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def write_page(folder: Path) -> None:
-    """Writes the page and the picture of all lines in a folder."""
+    """Writes the page and the picture of all lines in a folder; InputError without lines."""
     rows = forced_page.rows_of(forced.lines(folder / LINES).values())
+    if not rows:
+        raise InputError(f"{folder / LINES} must hold the lines of a comparison: it has none")
     forced_page.write(rows, folder / "compare-published.md")
     forced_picture.draw(rows, folder / "compare-published.png")
