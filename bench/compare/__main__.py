@@ -56,7 +56,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lengths", default="4096,16384,32768", help="tokens (default: %(default)s)")
     parser.add_argument("--tasks", default="single,multikey-16,hops", help="default: %(default)s")
     parser.add_argument(
-        "--questions", type=int, default=50, help=f"per cell; half from {LONG} tokens on (default: %(default)s)"
+        "--questions",
+        type=int,
+        default=50,
+        help=f"per cell, half from {LONG} tokens on (default: %(default)s); with --model per task (default: 12)",
     )
     parser.add_argument("--protocols", default=",".join(PROTOCOLS), help="default: %(default)s")
     parser.add_argument("--model", help="a folder, a GGUF file, or a name of bench.published: texts in its own tokens")

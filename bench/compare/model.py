@@ -16,7 +16,7 @@ from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
 from icejax.runtime.compile_cache import keep_programs
 
-DEFAULTS = dict(budgets="64,256", lengths="4096", tasks=",".join(texts.TASKS), questions=24)
+DEFAULTS = dict(budgets="64,256", lengths="4096", tasks=",".join(texts.TASKS), questions=12)
 QUICK = dict(budgets="256", lengths="2048", questions=2)
 LINES = "compare-published.jsonl"
 
