@@ -2,12 +2,12 @@
 
 `bench.compare`, `bench.pages`, `bench.calibrate` and `bench.two_precisions` take them.
 
-The texts are those of this machine: the modules of Python's standard library, and the documentation and licences of installed
-packages (`bench.needle.task`). Every number draws the same text again. There are two tasks:
+The texts are Python's own, so that a version of Python and a number give the same text on every machine: the modules of the
+standard library, and the language reference. There are two tasks:
 
 - `function`: a text of modules, and `# The function NAME of module M, written again:` with `def NAME`. The continuation is the
   function's own source.
-- `value`: a text of prose with lines such as `amber falcon = 48213` in it, and the beginning of one of these lines. The
+- `value`: the language reference with lines such as `amber falcon = 48213` in it, and the beginning of one of these lines. The
   continuation is the rest of the line.
 """
 
@@ -36,7 +36,6 @@ WORDS = (
     "amber basalt cedar copper crimson dapple ember frosty golden hollow indigo jade linen marble olive silver".split(),
     "anchor basin canyon delta falcon garden harbor island lantern meadow needle orchard pebble river summit valley".split(),
 )
-PROSE = tuple(kind for kind in task.KINDS if kind != "code")
 APART = 500  # first characters of a text of prose, without values: a few tokens in front are cut off
 FAR = 10_000  # numbers from here on are texts of no table
 
@@ -170,21 +169,21 @@ def _modules(tokenizer: Any, rng: np.random.Generator, tokens: int) -> tuple[lis
 
 
 def _asked(function: Function) -> tuple[str, str]:
+    question = f"# The function {function.name} of module {function.module}, written again:\n"
     head = f"def {function.name}"
-    return f"# The function {function.name} of module {function.module}, written again:\n{head}", function.source.removeprefix(
-        head
-    )
+    return question + head, function.source.removeprefix(head)
 
 
 def _values(tokenizer: Any, rng: np.random.Generator, tokens: int) -> tuple[list[int], list[Question]]:
     """Returns at least so many tokens of prose with values in it, and questions about some of the values."""
-    shares = np.asarray([task.SHARES[task.KINDS.index(kind)] for kind in PROSE])
-    kind = PROSE[rng.choice(len(PROSE), p=shares / shares.sum())]
     pairs = rng.permutation(len(WORDS[0]) * len(WORDS[1]))[:LINES]
     names = [f"{WORDS[0][i // len(WORDS[1])]} {WORDS[1][i % len(WORDS[1])]}" for i in pairs]
     lines = [(f"{name} =", f" {rng.integers(10_000, 100_000)}\n") for name in names]
     room = tokens - sum(len(_encode(tokenizer, name + value)) for name, value in lines)
-    prose = _lines_of(tokenizer, excerpt(tokenizer, kind, tokens=room + 32, seed=int(rng.integers(2**31))))
+    topics = _topics()
+    first = int(rng.integers(max(1, len(topics) - 8 * room)))
+    ids = _encode(tokenizer, topics[first : first + 8 * room])[: room + 32]
+    prose = (tokenizer.decode(ids).rstrip("\n") + "\n").splitlines(keepends=True)
     ends = np.cumsum([len(line) for line in prose])
     places = np.sort(rng.choice(np.flatnonzero(ends > APART), LINES))
     parts, last = [], 0
@@ -193,11 +192,14 @@ def _values(tokenizer: Any, rng: np.random.Generator, tokens: int) -> tuple[list
         last = place
     ids = _encode(tokenizer, "".join([*parts, *prose[last:]]))
     if len(ids) < tokens:
-        raise InputError(f"a text with values has {len(ids)} tokens, expected {tokens}: its prose is not ASCII")
+        raise InputError(f"a text with values must be shorter than Python's topics, got {tokens} tokens")
     asked = (_question(tokenizer, *lines[i]) for i in rng.permutation(LINES))
     return ids, [question for question in asked if question is not None][:QUESTIONS]
 
 
-def _lines_of(tokenizer: Any, ids: list[int]) -> list[str]:
-    """Returns the lines of a text; its last one is ended."""
-    return (tokenizer.decode(ids).rstrip("\n") + "\n").splitlines(keepends=True)
+@functools.cache
+def _topics() -> str:
+    """Returns the topics of Python's `help`: the prose of its language reference, which is the same wherever a version runs."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics)).expandtabs()

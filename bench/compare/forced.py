@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,8 @@ def run(
 ) -> Iterator[str]:  # fmt: skip
     """Adds the missing lines of a model to a file; yields a description of every line, missing or not.
 
+    A line of another text of the same number, as another version of Python has, counts as missing.
+
     Args:
         name: the model's name.
         questions: per task and length.
@@ -135,13 +138,14 @@ def run(
     for length in lengths:
         for group in groups(model, length, tasks, questions):
             documents = {text: _document(tokenizer, *text, length=length) for text in group}
+            crcs = {text: zlib.crc32(repr(document).encode()) for text, document in documents.items()}
             asked: dict[tuple[str, int], list[Asked]] = {}
             for contender in contenders[length]:
                 subject = options = None
                 for text, document in documents.items():
                     for number in range(min(len(document.questions), questions - text[1] * texts.QUESTIONS)):
-                        key = (name, contender.name, contender.asked, length, *text, number)
-                        if key not in old_lines:
+                        key, crc = (name, contender.name, contender.asked, length, *text, number), crcs[text]
+                        if old_lines.get(key, {}).get("crc") != crc:
                             if text not in asked:
                                 exact = Text.read(model, document.tokens)
                                 asked[text] = [Asked.of(exact, question) for question in document.questions]
@@ -150,7 +154,7 @@ def run(
                                 options = _searched(contender, model, tokenizer, length, known)
                                 policy = make_policy(contender.name, options) if options else contender.policy
                                 subject = Forced(model, policy, length=length)
-                            line = dict(zip(KEY, key, strict=True)) | dict(tokens=contender.tokens, options=options)
+                            line = dict(zip(KEY, key, strict=True)) | dict(tokens=contender.tokens, crc=crc, options=options)
                             line |= subject.figures(asked[text][number])
                             line |= dict(device=devices.device_name(), jax=jax.__version__)
                             cells.add(path, line)
@@ -198,4 +202,4 @@ def _searched(contender: Contender, model: CausalLM, tokenizer: Any, length: int
 
 def lines(path: Path) -> dict[tuple, dict]:
     """Returns the lines of a file by KEY, without lines that were cut off."""
-    return cells.lines(path, key=KEY, fields={*KEY, *FIGURES, "tokens", "options"})
+    return cells.lines(path, key=KEY, fields={*KEY, *FIGURES, "tokens", "crc", "options"})

@@ -52,6 +52,7 @@ def rows_of(lines: Iterable[dict]) -> list[dict]:
     found = []
     for (model, length, policy, budget), group in groups.items():
         row = dict(model=model, length=length, policy=policy, budget=budget, tokens=group[0]["tokens"], questions=len(group))
+        row |= dict(texts=len({line["text"] for line in group}))  # of each task
         for figure in ("error", "error_95", "kl", "agreement"):
             row[figure] = float(np.mean([line[figure] for line in group]))
             row[f"{figure}_interval"] = interval(group, figure)
@@ -100,14 +101,13 @@ def _table(group: list[dict]) -> Iterator[str]:
     lines = []
     for row in sorted(group, key=order):
         answers = (f"{right} of {count}" if count else NONE for right, count in (row[task] for task in texts.TASKS))
-        low, high = (1e3 * x for x in row["kl_interval"])
         lines.append(
             [
                 f"`{row['policy']}`",
                 row["budget"],
-                f"{row['error']:.4f} ({row['error_interval'][0]:.4f}-{row['error_interval'][1]:.4f})",
+                _with_interval(row, "error", 1, "{:.4f}"),
                 f"{row['error_95']:.3f}",
-                f"{1e3 * row['kl']:.3g} ({low:.3g}-{high:.3g})",
+                _with_interval(row, "kl", 1e3, "{:.3g}"),
                 f"{row['agreement']:.1%}",
                 *answers,
                 f"{row['device_bytes'] / 2**20:.1f}",
@@ -117,6 +117,12 @@ def _table(group: list[dict]) -> Iterator[str]:
             ]
         )
     yield from table(heads, lines)
+
+
+def _with_interval(row: dict, figure: str, unit: float, form: str) -> str:
+    """Returns a mean and its interval; one text per task has none."""
+    mean, *ends = (form.format(unit * x) for x in (row[figure], *row[f"{figure}_interval"]))
+    return mean if row["texts"] == 1 else f"{mean} ({'-'.join(ends)})"
 
 
 def order(row: dict) -> tuple:
