@@ -16,7 +16,9 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
+import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +28,7 @@ from icejax.checks.errors import InputError
 
 Task = Literal["function", "value"]
 TASKS: tuple[Task, ...] = ("function", "value")
+LIBRARY = Path(sysconfig.get_path("stdlib"))
 QUESTIONS = 3  # per text
 LINES = 16  # values in a text
 CONTINUED = 17  # most tokens of a continuation
@@ -122,15 +125,16 @@ class Function:
 
 @functools.cache
 def _paths() -> tuple[str, ...]:
-    """Returns the paths of the standard library's modules, without tests and tables of characters."""
-    outside = {"test", "tests", "idlelib", "lib2to3", "encodings"}
-    return tuple(path for path in sorted(task.files()["code"]) if outside.isdisjoint(path.split("/")))
+    """Returns the paths of the standard library's modules, without tests and tables of texts and characters."""
+    outside = {"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "topics.py"}
+    paths = (path.relative_to(LIBRARY).as_posix() for path in LIBRARY.rglob("*.py") if not path.is_symlink())
+    return tuple(sorted(path for path in paths if outside.isdisjoint(path.split("/"))))
 
 
 @functools.lru_cache(maxsize=64)
 def functions(path: str) -> tuple[Function, ...]:
     """Returns the functions of a module of the standard library's; none if it is not ASCII or does not parse."""
-    source = task.files()["code"][path].read_bytes()
+    source = (LIBRARY / path).read_bytes()
     try:
         text = source.decode("ascii")
         nodes = ast.parse(text).body

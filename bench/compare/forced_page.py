@@ -24,10 +24,10 @@ python -m bench.compare --model qwen2.5-coder-0.5b --lengths 4096,8192 --out ben
 python -m bench.compare --page --out bench/results     # this page and its picture, from compare-published.jsonl
 ```
 
-Each text is source of Python's standard library, with a function to be written again at its end, or prose, with one value
-among 16 to be found again (`bench/texts.py`). The question stands at the end of the exact prefill; then every policy decodes
-the tokens of the true continuation. A number in brackets is a 95% interval: a bootstrap of 2,000 samples of texts, because the
-questions of a text are not independent.
+Each text is source of Python's standard library, with a function to be written again at its end, or prose of Python's language
+reference, with one value among 16 to be found again (`bench/texts.py`). The question stands at the end of the exact prefill;
+then every policy decodes the tokens of the true continuation. A number in brackets is a 95% interval: a bootstrap of 2,000
+samples of texts, because the questions of a text are not independent.
 
 ![KL of the next token against bytes on the device and bytes moved](compare-published.png)
 

@@ -102,7 +102,7 @@ def _kind(path: Path) -> Kind | None:
 
 
 @functools.cache
-def files() -> dict[Kind, dict[str, Path]]:
+def _files() -> dict[Kind, dict[str, Path]]:
     """Returns the files of each kind, by paths relative to the folder where they are installed.
 
     Code comes only from the standard library, other kinds also from installed packages and the system.
@@ -121,7 +121,7 @@ def files() -> dict[Kind, dict[str, Path]]:
 @functools.cache
 def corpus(split: Split, kind: Kind) -> bytes:
     """Returns the ASCII text of one kind in `split`, without duplicates, small files and tables of numbers."""
-    paths = (path for name, path in files()[kind].items() if _heldout(name) == (split == "heldout"))
+    paths = (path for name, path in _files()[kind].items() if _heldout(name) == (split == "heldout"))
     texts = dict.fromkeys(path.read_bytes() for path in paths)
     return b"\n".join(t for t in texts if len(t) > 1000 and t.isascii() and _words(t))
 

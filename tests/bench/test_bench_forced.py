@@ -1,5 +1,7 @@
 """`bench.compare --model`: true continuations decoded by policies, their figures, intervals and the page."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -165,6 +167,9 @@ def test_a_stopped_run_goes_on_and_writes_the_page(run, tmp_path, monkeypatch, c
     assert (tmp_path / "run" / "compare-published.png").read_bytes().startswith(b"\x89PNG")
     # Nothing runs again; `--page` writes the same page.
     assert run(*arguments) == 0 and len(calls) == 6 + 4 * 6 - 4
+    first, _, others = path.read_text().partition("\n")
+    path.write_text(json.dumps(json.loads(first) | dict(crc=0)) + "\n" + others)  # a line of another text
+    assert run(*arguments) == 0 and len(calls) == 7 + 4 * 6 - 4
     (tmp_path / "run" / "compare-published.md").unlink()
     assert compare.main(["--page", "--out", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run" / "compare-published.md").read_text() == page
@@ -173,7 +178,7 @@ def test_a_stopped_run_goes_on_and_writes_the_page(run, tmp_path, monkeypatch, c
 def line(task="value", text=0, question=0, policy="quest", **figures):
     values = dict.fromkeys(forced.FIGURES, 0.0) | figures
     key = dict(model="m", policy=policy, budget="64", length=1024, task=task, text=text, question=question)
-    return key | values | dict(tokens=64, options={})
+    return key | values | dict(tokens=64, crc=0, options={})
 
 
 def test_an_interval_is_that_of_texts():
@@ -202,6 +207,7 @@ def test_the_page_has_means_of_lines():
     q8_0, quest = [text for text in forced_page._table(rows)][2:]
     assert q8_0.startswith("| `q8_0` | 64 |") and "| 1 of 1 | 0 of 1 | 1.5 | 0 | 2 | 2 |" in q8_0
     assert "0.1500 (0.1000-0.2000) | 0.000 | 2 (2-2) | 50.0% | - | 1 of 2 |" in quest
+    assert "| 0.0000 | 0.000 | 0 | 0.0% |" in q8_0  # of one text: no interval
 
 
 def test_texts_of_all_tasks_come_in_groups_that_fit(ours, monkeypatch):
