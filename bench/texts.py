@@ -169,7 +169,10 @@ def _modules(tokenizer: Any, rng: np.random.Generator, tokens: int) -> tuple[lis
             # Parts are cut where the text begins, so nothing is asked about these; at least three others are whole.
             whole = [j for j in range(len(parts)) if sum(map(len, parts[:j])) >= excess]
             return [*itertools.chain(*parts)], [asked[j] for j in rng.permutation(whole)[:QUESTIONS]]
-    raise InputError(f"a text of modules must be shorter than all of them, got {tokens} tokens")
+    raise InputError(
+        f"Python's modules have too few questions of at most {LONGEST} tokens, answers included, for a text of {tokens} "
+        "tokens: take a shorter text, or a tokenizer of longer tokens"
+    )
 
 
 def _asked(function: Function) -> tuple[str, str]:

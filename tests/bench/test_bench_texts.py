@@ -94,5 +94,8 @@ def test_functions_are_those_of_the_module():
 
 def test_too_long_a_text_is_refused(tokenizers, monkeypatch):
     monkeypatch.setattr(texts, "_paths", lambda: ("bisect.py", "this.py"))
-    with pytest.raises(InputError, match="a text of modules must be shorter than all of them, got 9000 tokens"):
+    with pytest.raises(
+        InputError,
+        match="too few questions of at most 64 tokens, answers included, for a text of 9000 tokens: take a shorter text",
+    ):
         texts.document(tokenizers["words"], "function", tokens=9000, number=0)
