@@ -26,7 +26,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.progress import track
 
 import icejax
-from bench import panel
+from bench import panel, texts
 from bench.capture import Captured, capture
 from bench.flags import listed, numbers
 from bench.methods import WHOLE, form, residents
@@ -54,7 +54,8 @@ from icejax.ops.topk import mask_of
 from icejax.runtime import devices
 
 FORMATION, PAGE = "tree-2048-greedy", icejax.Clustered().page_size
-TASKS = ("multikey-4", "hops", "text")
+TASKS = ("multikey-4", "hops", "text", *texts.TASKS)  # pass keys are for tokens that are bytes
+BY_TOKENS = {True: ("multikey-4", "hops", "text"), False: ("text", *texts.TASKS)}  # by whether tokens are bytes
 MEASURES = {"constant": 0, "last token": 1, "last 4 tokens": 4}  # last tokens of the prompt that scale an estimate
 LAST = max(MEASURES.values())
 ON = 64  # tokens that the model reads after a text; every fourth is a step
@@ -76,10 +77,16 @@ class Step(NamedTuple):
     estimates: dict[str, np.ndarray]
 
 
-def prompt(rng: np.random.Generator, *, length: int, name: str) -> tuple[list[int], list[int]]:
-    """Returns a held-out prompt of `length` bytes and the tokens after it: an answer, or for `text` its next `ON` bytes."""
-    if name == "text":
-        text = task.corpus("heldout", task.KINDS[rng.choice(len(task.KINDS), p=task.SHARES)])
+def prompt(rng: np.random.Generator, tokenizer: Any, *, length: int, name: str) -> tuple[list[int], list[int]]:
+    """Returns a held-out prompt of `length` tokens and the tokens after it: an answer, or for `text` its next `ON` tokens."""
+    if name in texts.TASKS:
+        return texts.prompt(tokenizer, name, length=length, number=int(rng.integers(texts.FAR)))
+    kind = task.KINDS[rng.choice(len(task.KINDS), p=task.SHARES)] if name == "text" else None
+    if kind is not None and not panel.reads_bytes(tokenizer):
+        tokens = texts.excerpt(tokenizer, kind, tokens=length + ON, seed=int(rng.integers(2**31)))
+        return tokens[:length], tokens[length:]
+    if kind is not None:
+        text = task.corpus("heldout", kind)
         first = int(rng.integers(0, len(text) - length - ON))
         return list(text[first : first + length]), list(text[first + length : first + length + ON])
     form = task.TASKS[name]
@@ -200,16 +207,17 @@ def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.corrcoef(*(values.argsort().argsort() for values in (x, y)))[0, 1])
 
 
-def measured(model: CausalLM, arguments: argparse.Namespace, console: Console) -> Iterator[Step]:
+def measured(model: CausalLM, tokenizer: Any, arguments: argparse.Namespace, console: Console) -> Iterator[Step]:
     """Yields the steps of all prompts at all budgets."""
-    lengths, tasks = numbers("--lengths", arguments.lengths, least=SHORTEST), listed("--tasks", arguments.tasks, TASKS)
+    lengths, of_tokens = numbers("--lengths", arguments.lengths, least=SHORTEST), BY_TOKENS[panel.reads_bytes(tokenizer)]
+    tasks = listed("--tasks", arguments.tasks, of_tokens) if arguments.tasks else of_tokens
     budgets = numbers("--budgets", arguments.budgets, most=min(lengths) // 2)
     prompts, seeds = (integer(f"--{name}", getattr(arguments, name), least=1) for name in ("prompts", "seeds"))
     jobs = list(itertools.product(lengths, range(seeds), tasks))
     for length, seed, name in track(jobs, "capture", console=console, disable=not console.is_terminal):
         rng = np.random.default_rng((seed, length, [*TASKS].index(name)))
         for _ in range(prompts):
-            layers = capture(model, *prompt(rng, length=length, name=name), last=LAST)
+            layers = capture(model, *prompt(rng, tokenizer, length=length, name=name), last=LAST)
             for budget in budgets:
                 yield steps(
                     layers, budget=budget, every=4 if name == "text" else 1, told=dict(length=length, seed=seed, task=name)
@@ -219,8 +227,8 @@ def measured(model: CausalLM, arguments: argparse.Namespace, console: Console) -
 def rows(arguments: argparse.Namespace) -> Iterator[dict]:
     """Yields a row per model, estimate, measure, length, budget and seed; InputError for invalid options."""
     factors: dict[tuple[str, str], float] = {}
-    for model_name, model in panel.models(arguments.model, panel=arguments.panel, dtype="float32"):
-        all_steps = list(measured(model, arguments, Console(stderr=True)))
+    for model_name, model, tokenizer in panel.readers(arguments.model, panel=arguments.panel, dtype="float32"):
+        all_steps = list(measured(model, tokenizer, arguments, Console(stderr=True)))
         first_length = all_steps[0].told["length"]
         groups = sorted({(step.told["length"], step.told["budget"], step.told["seed"]) for step in all_steps})
         for measure, name in itertools.product(MEASURES, ESTIMATES):
@@ -242,12 +250,14 @@ def rows(arguments: argparse.Namespace) -> Iterator[dict]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.calibrate", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=ASSETS, help="checkpoint folder of byte tokens (default: the bundled one)")
+    parser.add_argument("--model", default=ASSETS, help=panel.ANY)
     parser.add_argument("--panel", action="store_true", help="also the models of bench/needle/panel")
     parser.add_argument(
         "--lengths", default="4096", help="tokens of the prompts, comma-separated, at most 36,000 (default: 4096)"
     )
-    parser.add_argument("--tasks", default=",".join(TASKS), help="comma-separated (default: %(default)s)")
+    parser.add_argument(
+        "--tasks", help=f"comma-separated, of {', '.join(BY_TOKENS[True])}, or of {', '.join(BY_TOKENS[False])} (default: all)"
+    )
     parser.add_argument("--prompts", type=int, default=2, help="prompts per length, seed and task")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--budgets", default="64,256")

@@ -1,10 +1,11 @@
 """Error of the clustered cache by page formation, score and budget: ``python -m bench.pages [--quick]``.
 
-The command captures the queries, keys and values of a model that answers questions about long texts. It prints one JSON line
+The command captures the queries, keys and values of a model that answers questions about long texts: pass keys if the model's
+tokens are bytes, else functions and values (`bench.texts`). It prints one JSON line
 per formation of pages, page size, method and budget (docs/cache.md explains these words):
 
-- `error`: relative L2 error of a head's attention output, mean over heads and queries; also by prompt, and for sharp and
-  diffuse heads, whose top 64 tokens hold more or less than 0.9 of the attention mass.
+- `error`: relative L2 error of a head's attention output, mean over heads and queries, and the 95th percentile; also by prompt,
+  and for sharp and diffuse heads, whose top 64 tokens hold more or less than 0.9 of the attention mass.
 - `mass`: share of the attention mass outside sinks and window that is attended exactly.
 - `recall`: share of each head's top tokens that are attended exactly.
 
@@ -27,7 +28,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from bench import panel
+from bench import panel, texts
 from bench.capture import Captured, capture, needle_prompt, tiled
 from bench.flags import listed, numbers
 from bench.methods import FORMATIONS, SETS, Method, form, residents
@@ -158,6 +159,7 @@ def _errors(errors, prompts: int) -> dict:
     all_errors, sharp = (np.concatenate([e[i].ravel() for e in errors]) for i in (0, 1))
     parts = {"error": all_errors, "error_sharp": all_errors[sharp], "error_diffuse": all_errors[~sharp]}
     means = {name: round(float(x.mean()), 4) if x.size else None for name, x in parts.items()}
+    means["error_95"] = round(float(np.quantile(all_errors, 0.95)), 4)
     return means | dict(by_prompt=[round(float(x.mean()), 5) for x in by_prompt])
 
 
@@ -173,14 +175,20 @@ def measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict]:
     methods = SETS["ours" if arguments.quick and arguments.methods == "all" else arguments.methods]
     channels = dict(balance=not arguments.no_balance, uneven=number("--uneven", arguments.uneven, least=0, most=10))
     environment = channels | dict(device=str(devices.device().device_kind), jax=jax.__version__)
-    for model_name, model in panel.models(arguments.model, panel=arguments.panel, dtype="float32"):
+    for model_name, model, tokenizer in panel.readers(arguments.model, panel=arguments.panel, dtype="float32"):
+        by_bytes = panel.reads_bytes(tokenizer)
         for length in lengths:
             rng = np.random.default_rng((seed, length))
             prompts: list[list[Captured]] = []
-            for _ in track(
+            for i in track(
                 range(1 if arguments.quick else num_prompts), "capture", console=console, disable=not console.is_terminal
             ):
-                layers = capture(model, *needle_prompt(rng, length=length, facts=facts), **channels)
+                if by_bytes:
+                    prompt, answer = needle_prompt(rng, length=length, facts=facts)
+                else:
+                    name = texts.TASKS[i % len(texts.TASKS)]
+                    prompt, answer = texts.prompt(tokenizer, name, length=length, number=1000 * seed + i)
+                layers = capture(model, prompt, answer, **channels)
                 prompts.append([tiled(x, tile, rng) for x in layers] if tile else layers)
             for row in rows(prompts, budgets=budgets, page_sizes=page_sizes, formations=formations, methods=methods):
                 yield dict(model=model_name, length=tile or length) | row | environment
@@ -189,13 +197,13 @@ def measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.pages", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=ASSETS, help="checkpoint folder of byte tokens (default: the bundled one)")
+    parser.add_argument("--model", default=ASSETS, help=panel.ANY)
     parser.add_argument("--panel", action="store_true", help="also the models of bench/needle/panel")
     parser.add_argument("--lengths", default="8192", help="tokens of the prompts, comma-separated")
     parser.add_argument(
         "--tile", type=int, default=0, help="repeat each prompt's keys and values with noise up to so many tokens"
     )
-    parser.add_argument("--facts", type=int, default=4)
+    parser.add_argument("--facts", type=int, default=4, help="pass keys of a prompt, if tokens are bytes")
     parser.add_argument("--prompts", type=int, default=3, help="prompts per length")
     parser.add_argument("--budgets", default="64,128,256")
     parser.add_argument("--page-sizes", default="16")

@@ -1,23 +1,26 @@
-"""The models that the benches measure: the bundled one, and the panel that `bench.needle.train` has trained."""
+"""The models that the benches measure: the bundled one, the panel that `bench.needle.train` has trained, and any other."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import icejax
+from bench import published
 from icejax.api.generate import ASSETS
 from icejax.checks.errors import InputError
 from icejax.models.decoder import CausalLM
 
+ANY = "a folder, a GGUF file, or a name of bench.published (default: the bundled model)"  # help of --model
 FOLDER = Path(__file__).parent / "needle" / "panel"
 
 
 def folders(first: Path | str = ASSETS, *, panel: bool = False) -> dict[str, Path | str]:
     """Returns the folders of models by name: the first model, and with `panel` the models of the panel."""
     panel_folders = sorted(path.parent for path in FOLDER.glob("*/config.json")) if panel else []
-    return {"bundled" if first == ASSETS else str(first): first} | {path.name: path for path in panel_folders}
+    return {"bundled" if first == ASSETS else Path(first).name: first} | {path.name: path for path in panel_folders}
 
 
 def models(
@@ -29,9 +32,25 @@ def models(
             yield name, load(folder, dtype=dtype)
 
 
+def readers(
+    first: Path | str = ASSETS, *, panel: bool = False, dtype: str | None = None
+) -> Iterator[tuple[str, CausalLM, Any]]:
+    """Yields the names, models and tokenizers of `folders`; the first model may have any tokenizer."""
+    for name, folder in folders(first, panel=panel).items():
+        yield name, *read(folder, dtype=dtype)
+
+
+def read(source: Path | str, *, dtype: str | None = None) -> tuple[CausalLM, Any]:
+    """Returns the model and the tokenizer of a folder, a GGUF file, a hub id, or a name of `bench.published`."""
+    name = str(source)
+    if name in published.MODELS:
+        source = published.gguf(name, say=lambda line: print(line, file=sys.stderr, flush=True))
+    return icejax.load(source, dtype=dtype)
+
+
 def load(folder: Path | str, *, dtype: str | None = None) -> CausalLM:
     """Returns the model of a folder; InputError if its tokens are not bytes, because the texts of the benches are bytes."""
-    model, tokenizer = icejax.load(folder, dtype=dtype)
+    model, tokenizer = read(folder, dtype=dtype)
     if not reads_bytes(tokenizer):
         raise InputError(f"{folder} must have a tokenizer of bytes, as the bundled model has and those of bench/needle/panel")
     return model

@@ -25,7 +25,6 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +32,7 @@ import numpy as np
 from rich.console import Console
 
 import icejax
-from bench import published
+from bench import panel
 from bench.capture import Captured, capture
 from bench.coded_attention import Coding, attend, attend_dense, coded, kivi_keys, kivi_values, look, q4_0, q8_0
 from bench.compare.cells import policy_from
@@ -43,6 +42,7 @@ from bench.flags import listed, numbers
 from bench.methods import RERANKED, form, residents
 from bench.needle import task
 from bench.page_attention import attention_of_keys, error, index_of, select
+from bench.texts import excerpt
 from icejax.api.generate import ASSETS
 from icejax.cache.bases.reranking import KEY_ONLY_FACTOR, pages_for
 from icejax.cache.registry import Full, layer_policies
@@ -91,16 +91,6 @@ class Paged:
     def error(self, output: jax.Array) -> float:
         """Returns the mean relative error of an output."""
         return float(error(output, self.expected).mean())
-
-
-def text(tokenizer, kind: str, tokens: int, seed: int) -> list[int]:
-    """Returns the tokens of a piece of real text of a kind of `bench.needle.task.KINDS`."""
-    corpus = task.corpus("heldout", kind)
-    start = int(np.random.default_rng(seed).integers(0, max(1, len(corpus) - 8 * tokens)))
-    ids = tokenizer.encode(corpus[start : start + 8 * tokens].decode(), add_special_tokens=False)
-    if len(ids) < tokens:
-        raise InputError(f"--lengths must be at most the {len(ids)} tokens of {kind} that there are, got {tokens}")
-    return ids[:tokens]
 
 
 def rows(
@@ -228,20 +218,18 @@ def measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict]:
     most_exact = None if most_exact is None else integer("--exact", most_exact, least=0)
     parts = itertools.product(_bits(arguments.bits), scales, by_token, centred)
     codings = [Coding(*bits, *rest) for bits, *rest in parts if bits[1] or not rest[1]]  # without values nothing is by token
-    name = "bundled" if arguments.model == ASSETS else arguments.model
-    folder = published.folder(name, say=console.print) if name in published.MODELS else arguments.model
-    model, tokenizer = icejax.load(folder, dtype="float32")
+    ((name, model, tokenizer),) = panel.readers(arguments.model, dtype="float32")
     if policies and any(window is not None for window in model.config.windows):
         raise InputError(f"--policies needs a model of full attention, {name} has sliding windows")
     channels = dict(balance=not arguments.no_balance)
     environment = channels | dict(device=str(devices.device().device_kind), jax=jax.__version__)
     for length, kind in itertools.product(lengths, texts):
-        ids = text(tokenizer, kind, length + QUERIES, seed)
+        ids = excerpt(tokenizer, kind, tokens=length + QUERIES, seed=seed)
         by_layer = layer_policies(icejax.Clustered(), model.config, capacity=length + QUERIES)
         captured = capture(model, ids[:length], ids[length:], **channels)
         layers = [x for x in captured if not isinstance(by_layer[x.layer], Full)]
         console.print(f"{name}, {kind}, {length} tokens: {len(layers)} of {len(by_layer)} layers")
-        labels = dict(model=Path(name).name, text=kind, length=length, layers=len(layers))
+        labels = dict(model=name, text=kind, length=length, layers=len(layers))
         for row in rows(layers, budgets=budgets, pages=pages, codings=codings, most_exact=most_exact):
             yield labels | row | environment
         for row in policy_rows(model, policies, ids, length, [x.layer for x in layers]) if policies else ():
@@ -261,7 +249,7 @@ def line(row: dict) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.two_precisions", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=ASSETS, help="a name of bench.published, or a folder (default: the bundled model)")
+    parser.add_argument("--model", default=ASSETS, help=panel.ANY)
     parser.add_argument("--texts", default="code,documentation", help=f"kinds of text, of {', '.join(task.KINDS)}")
     parser.add_argument("--lengths", default="4096", help="tokens of a text, comma-separated")
     parser.add_argument("--budgets", default="64,256")

@@ -1,4 +1,8 @@
-"""Answers and errors of cache policies, compared: ``python -m bench.compare [--quick] [--panel] [--out DIR]``.
+"""Answers and errors of cache policies, compared: ``python -m bench.compare [--model M] [--quick] [--panel] [--out DIR]``.
+
+With `--model` (a folder, a GGUF file, or a name of `bench.published`) the texts are source and prose in the model's own tokens,
+and every policy decodes true continuations (`bench.compare.forced`): DIR gets compare-published.jsonl, with a line per question
+and policy, and its page and picture, which `--page` writes again. Without it, the texts are those of the models trained here:
 
 Every text is prefilled once per model, and every policy gets its queries, keys and values. There are two protocols: with a
 **dense** question, the question stands inside the exact prefill, and the answer's first token comes from that prefill; a
@@ -27,7 +31,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from bench import panel
-from bench.compare import cells, page, picture, rows
+from bench.compare import cells, model, page, picture, rows
 from bench.compare.cells import PROTOCOLS, ROOM, Cell, Contender, Protocol
 from bench.compare.runner import run
 from bench.compare.subject import Subject
@@ -52,9 +56,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lengths", default="4096,16384,32768", help="tokens (default: %(default)s)")
     parser.add_argument("--tasks", default="single,multikey-16,hops", help="default: %(default)s")
     parser.add_argument(
-        "--questions", type=int, default=50, help=f"per cell; half from {LONG} tokens on (default: %(default)s)"
+        "--questions",
+        type=int,
+        default=50,
+        help=f"per cell, half from {LONG} tokens on (default: %(default)s); with --model per task (default: 12)",
     )
     parser.add_argument("--protocols", default=",".join(PROTOCOLS), help="default: %(default)s")
+    parser.add_argument("--model", help="a folder, a GGUF file, or a name of bench.published: texts in its own tokens")
+    parser.add_argument("--page", action="store_true", help="only write the page of published models again")
     parser.add_argument("--panel", action="store_true", help="also the models of bench/needle/panel")
     parser.add_argument("--models", help="of these, comma-separated (default: all)")
     parser.add_argument("--quick", action="store_true", help="a glance at all policies in minutes: one text of 2,048 tokens")
@@ -64,12 +73,20 @@ def main(argv: list[str] | None = None) -> int:
         "--out", type=Path, default=Path("compare"), help="folder; a run that is there goes on (default: %(default)s)"
     )
     arguments = parser.parse_args(argv)
+    if arguments.model:
+        parser.set_defaults(**model.DEFAULTS)
     if arguments.quick:
-        parser.set_defaults(**QUICK)
-        arguments = parser.parse_args(argv)
+        parser.set_defaults(**(model.QUICK if arguments.model else QUICK))
+    arguments = parser.parse_args(argv)
     devices.raise_pinned_limit()
     try_ahead()
     try:
+        if arguments.page:
+            model.write_page(arguments.out)
+            return 0
+        if arguments.model:
+            model.compare(arguments, Console(stderr=True, width=180, highlight=False))
+            return 0
         policies = arguments.policies.split(",") if arguments.policies else names()
         budgets, protocols = arguments.budgets.split(","), listed("--protocols", arguments.protocols, PROTOCOLS)
         tasks = listed("--tasks", arguments.tasks, cells.TASKS)
@@ -117,8 +134,8 @@ def main(argv: list[str] | None = None) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         bar = bars.add_task("", total=sum(cell.texts * number for cell, number in num_readings.items()))
-        for name, model in panel.models(panel=arguments.panel, only=models, dtype="float32"):
-            for description in run(name, model, all_cells, contenders_by_length, protocols, lines_path, old_rows, finished):
+        for name, subject in panel.models(panel=arguments.panel, only=models, dtype="float32"):
+            for description in run(name, subject, all_cells, contenders_by_length, protocols, lines_path, old_rows, finished):
                 bars.update(bar, advance=1, description=description)
     all_rows = list(rows.merged(old_rows, rows.summed(cells.lines(lines_path).values())).values())
     if times is not None:
@@ -133,9 +150,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def seconds(cell: Cell, protocols: list[Protocol]) -> float:
     """Returns a compiled policy's seconds for all texts of a cell, per protocol, without the exact attention of the texts."""
-    _, model = next(panel.models(dtype="float32"))
-    subject = Subject(model, Clustered(), prompt_tokens=cell.length + ROOM, new_tokens=ROOM)
-    text = cell.read(model, 0)
+    _, bundled = next(panel.models(dtype="float32"))
+    subject = Subject(bundled, Clustered(), prompt_tokens=cell.length + ROOM, new_tokens=ROOM)
+    text = cell.read(bundled, 0)
     for _ in range(2):
         started = time.perf_counter()
         for protocol in protocols:

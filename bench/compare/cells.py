@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -182,14 +182,14 @@ def groups(model: CausalLM, cell: Cell) -> Iterator[list[int]]:
         yield list(range(first, min(cell.texts, first + group_size)))
 
 
-def lines(path: Path) -> dict[tuple, dict]:
-    """Returns the lines of a file by KEY, without lines that were cut off or lack a field."""
+def lines(path: Path, *, key: Sequence[str] = KEY, fields: Collection[str] = COLUMNS) -> dict[tuple, dict]:
+    """Returns the lines of a file by `key`, without lines that were cut off or lack a field."""
     by_key = {}
     for text in path.read_bytes().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError, TypeError):
             line = json.loads(text)
-            if isinstance(line, dict) and line.keys() >= COLUMNS:
-                by_key[tuple(line[name] for name in KEY)] = line
+            if isinstance(line, dict) and line.keys() >= {*fields}:
+                by_key[tuple(line[name] for name in key)] = line
     return by_key
 
 

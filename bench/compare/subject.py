@@ -15,12 +15,12 @@ from bench.compare.text import Text
 from bench.needle.reader import Reader
 from bench.sizes import fetched_bytes
 from icejax.cache.pool.extents import SCRATCH_EXTENT
-from icejax.cache.pool.host_pool import Pool
+from icejax.cache.pool.host_pool import PoolLayer
 from icejax.cache.pool.page_format import pool_bytes, without_codes
-from icejax.cache.protocol import CachePolicy, Heads, KVCache
+from icejax.cache.protocol import CachePolicy, Heads, KVCache, Lengths
 from icejax.engine.decode.layer import view_of
-from icejax.engine.plan import Plan, reports
-from icejax.models.decoder import CausalLM
+from icejax.engine.plan import reports
+from icejax.models.decoder import CausalLM, DecoderLayer
 
 STEPS = 6  # compared steps of an answer, five digits and a full stop; too few for a page to leave the window
 
@@ -63,23 +63,39 @@ class Subject(Reader):
         jax.block_until_ready(self._state)
         self.kept_s = time.perf_counter() - started
 
-    def measure(self, text: Text) -> Measured:
-        """Returns errors of the first tokens after the taken text; `text` is the same text with these tokens behind it."""
+    def measure(self, text: Text, steps: int = STEPS) -> Measured:
+        """Returns errors of the first tokens after the taken text; `text` is the same text with these tokens behind it.
+
+        Args:
+            steps: most tokens, at most 16, because no page leaves the window here.
+        """
         cache, by_step = self._state.cache, []
-        first = int(cache.lengths.seen[0])
-        for position in range(first, min(len(text.tokens), first + STEPS)):
-            cache, *values = _probe(self._model, cache, self._pool, text.behind, position - text.base, plan=self._plan)
-            by_step.append([np.asarray(value, np.float64) for value in values])
+        first, table = int(cache.lengths.seen[0]), cache.table
+        for position in range(first, min(len(text.tokens), first + steps)):
+            states, shared, values = [], None, []
+            for i, (layer, behind) in enumerate(zip(self._model.model.layers, text.behind, strict=True)):
+                pages, index = self._plan.pages(i, self._pool, table), np.int32(position - text.base)
+                inputs = layer, cache.layers[i], behind, index, cache.lengths, pages, shared
+                state, shared, *layer_values = _probe(*inputs, policy=self._plan.policies[i])
+                states.append(state)
+                values.append(layer_values)
+            cache = KVCache(tuple(states), replace(cache.lengths, clock=cache.lengths.clock + 1), table)
+            by_step.append([np.asarray(jnp.stack(x), np.float64) for x in zip(*values, strict=True)])
         return Measured(*(np.stack(values) for values in zip(*by_step, strict=True)))
+
+    @property
+    def extents(self) -> int:
+        """Number of extents of the taken text in the pool; 0 without a pool."""
+        table = self._state.cache.table
+        return 0 if table is None else int((np.asarray(table) != SCRATCH_EXTENT).sum())
 
     def sizes(self) -> dict[str, int]:
         """Returns bytes of the cache on the device, of its digests there, and of the text's pages in the pool."""
-        layer_reports, state = reports(self._plan, self._state.cache), self._state.cache
-        pages = 0 if state.table is None else int((np.asarray(state.table) != SCRATCH_EXTENT).sum())
+        layer_reports, state, extents = reports(self._plan, self._state.cache), self._state.cache, self.extents
         return dict(
             device_bytes=sum(x.nbytes for x in jax.tree.leaves(state.layers)),
             digest_bytes=sum(report.digest_bytes for report in layer_reports),
-            host_bytes=pages * pool_bytes(self._pool) // len(without_codes(self._pool)) if pool_bytes(self._pool) else 0,
+            host_bytes=extents * (pool_bytes(self._pool) // len(without_codes(self._pool))) if pool_bytes(self._pool) else 0,
         )
 
     def timed(self, question: Sequence[int], count: int) -> tuple[list[int], float, list[float], float]:
@@ -90,25 +106,23 @@ class Subject(Reader):
         return answer, duration - sum(steps[1:]), steps, float(np.mean(self.moved[first_moved:])) * fetched_bytes(self._plan)
 
 
-@functools.partial(jax.jit, static_argnames="plan")
-def _probe(model: CausalLM, cache: KVCache, pool: Pool | None, behind, index: jax.Array, *, plan: Plan):
-    """Decodes the token number `index` after the text; returns the cache, and the arrays of `Measured` for this step."""
-    lengths, states, shared, errors, layer_errors, tokens = cache.lengths, [], None, [], [], []
-    steps = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1, axis=1), behind)
-    for i, (layer, (heads, (exact, _))) in enumerate(zip(model.model.layers, steps, strict=True)):
-        token_heads = Heads(*heads, jnp.ones(1, jnp.int32), layer.scoring)
-        view = view_of(layer, lengths, lengths.seen + 1, plan.pages(i, pool, cache.table), shared)
-        outcome = plan.policies[i].decode(cache.layers[i], token_heads, view)
-        shared = outcome.shared or shared
-        states.append(outcome.state)
-        difference = (outcome.attended.out - exact)[0, 0].astype(jnp.float32)
-        norm = jnp.linalg.norm(exact[0, 0].astype(jnp.float32), axis=-1)
-        errors.append(jnp.linalg.norm(difference, axis=-1) / norm)
-        layer_errors.append(jnp.linalg.norm(difference) / jnp.linalg.norm(norm))
-        tokens.append(outcome.tokens[:, 0])
-    return (
-        KVCache(tuple(states), replace(lengths, clock=lengths.clock + 1), cache.table),
-        jnp.stack(errors),
-        jnp.stack(layer_errors),
-        jnp.stack(tokens),
-    )
+@functools.partial(jax.jit, static_argnames="policy")
+def _probe(
+    layer: DecoderLayer,
+    state,
+    behind,
+    index: jax.Array,
+    lengths: Lengths,
+    pages: PoolLayer | None,
+    shared,
+    *,
+    policy: CachePolicy,
+):
+    """Decodes the token number `index` after the text in one layer; returns its state, what it shares, and its `Measured`."""
+    heads, (exact, _) = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1, axis=1), behind)
+    token_heads = Heads(*heads, jnp.ones(1, jnp.int32), layer.scoring)
+    outcome = policy.decode(state, token_heads, view_of(layer, lengths, lengths.seen + 1, pages, shared))
+    difference = (outcome.attended.out - exact)[0, 0].astype(jnp.float32)
+    norm = jnp.linalg.norm(exact[0, 0].astype(jnp.float32), axis=-1)
+    errors, whole = jnp.linalg.norm(difference, axis=-1) / norm, jnp.linalg.norm(difference) / jnp.linalg.norm(norm)
+    return outcome.state, outcome.shared or shared, errors, whole, outcome.tokens[:, 0]

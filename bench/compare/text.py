@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from icejax.cache.bases.all_tokens import TokenState
-from icejax.cache.policies.full import Full
+from icejax.cache.policies.full import Full, attend_ring
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, View
 from icejax.cache.sizes import CacheSpec
 from icejax.engine.buckets import bucket
@@ -29,7 +29,7 @@ SHORT = 64  # most tokens after a text: a question and its answer
 
 @dataclass(frozen=True)
 class Text:
-    """One text in a model of full-attention layers, and a few tokens after it.
+    """One text in a model, and a few tokens after it.
 
     Attributes:
         tokens: the tokens of the text and the tokens after it.
@@ -76,6 +76,10 @@ class Text:
         all_tokens = [*self.tokens[: self.base], *tokens]
         return replace(self, tokens=all_tokens, behind=behind, last=outputs[-1], next=next_token, seconds=seconds)
 
+    def logits(self) -> np.ndarray:
+        """Returns the logits after each of the tokens behind the text, f32[tokens, vocabulary]."""
+        return np.asarray(_logits(self.model, self.last), np.float32)[: len(self.tokens) - self.base]
+
     def under(self, plan: Plan) -> Iterator[tuple[jax.Array, tuple[Any, jax.Array | None]]]:
         """Yields the cache state and the pages of every layer of a plan, as `keep_layers` takes them."""
         base, new = (jnp.asarray([n], jnp.int32) for n in (self.base, len(self.tokens)))
@@ -98,7 +102,12 @@ def _behind(layer: DecoderLayer, x: jax.Array, heads, text_length: jax.Array, ne
     token_heads = Heads(*layer.enter(x, positions, text_length + new_length)[:3], new_length, layer.scoring)
     text_mask = (jnp.arange(heads[1].shape[1])[None, :] < text_length[:, None])[:, :, None, None]
     state = TokenState(*(merge_heads(by_head(jnp.where(text_mask, y, 0))) for y in heads[1:]))
-    attended = Full().extend(state, token_heads, View(Lengths.of(text_length))).attended
+    if layer.config.window is None:
+        attended = Full().extend(state, token_heads, View(Lengths.of(text_length))).attended
+    else:
+        slots = jnp.arange(heads[1].shape[1])[None, :]
+        position = jnp.where(slots < text_length[:, None], slots, -1)
+        attended = attend_ring(state, token_heads, text_length, position=position, window=layer.config.window)
     return layer.leave(x, attended)[0], ((token_heads.q, token_heads.k, token_heads.v), attended)
 
 
@@ -109,6 +118,11 @@ def _kept(layer: DecoderLayer, text, behind, base: jax.Array, new: jax.Array, sh
 
     heads, attended = jax.tree.map(put, text, behind)
     return prefill_outcome(layer, Heads(*heads, new, layer.scoring), attended, shared, policy=policy, spec=spec)
+
+
+@jax.jit
+def _logits(model: CausalLM, x: jax.Array) -> jax.Array:
+    return model.logits(x)[0]
 
 
 @jax.jit

@@ -83,11 +83,24 @@ class Reader:
         self._state, self._decoding.clock = text_state, clock
         return answer[1:]
 
+    def force(self, tokens: Sequence[int]) -> tuple[np.ndarray, float]:
+        """Decodes these tokens as if the model had chosen them.
+
+        Returns:
+            The logits after each token, f32[tokens, vocabulary], and the mean number of pages or slots fetched per step.
+        """
+        logits, fetched = [], []
+        for token in tokens:
+            self._force(token)
+            logits.append(np.asarray(self._logits[0], np.float32))
+            fetched.append(self._brought)
+        return np.stack(logits), float(np.mean(fetched))
+
     def _force(self, token: int) -> int:
         """Decodes a token; returns the token that the model chooses next."""
         forced, done = jax.device_put((np.asarray([token], np.int32), np.asarray([False])), devices.device())
         state = dataclasses.replace(self._state, last_tokens=forced, done=done)
         self._state, step, self._pool = self._decoding.step(state, self._pool)
-        counters = StepCounters.read(step.counters).row(0)
+        self._logits, counters = step.logits, StepCounters.read(step.counters).row(0)
         self._brought = counters.pages_fetched
         return counters.token

@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
                 answer(response, arguments, console, line.id)
             responses.append(response)
     if explanation is not None:
-        explanation.save(arguments.explain)
+        explanation.save(arguments.explain, tokenizer)
     if (console.is_terminal or _is_example(arguments)) and not arguments.quiet:
         console.print(table(responses, console))
 

@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ from icejax.files import private
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention.dense import Attended
 from icejax.ops.experts.offloaded_experts import with_experts_on_device
+from icejax.text.token_text import token_text
 
 BINS = 480  # columns of the picture
 
@@ -57,6 +59,7 @@ class Explanation:
         if not (plan.pooled and plan.pool.planes):
             raise InputError("--explain shows what is fetched from the host: it needs pages there, as of --cache clustered")
         self._positions = _positions(model, prompt, plan)
+        self._prompt = prompt
         self.weights = {layer: np.zeros(len(prompt)) for layer in plan.pooled}
         self.steps, self._renewal = 0, plan.renewal
 
@@ -78,8 +81,11 @@ class Explanation:
                 page_weights = weights[head][in_prompt]
                 np.add.at(total, positions[head, pages[head][in_prompt]][page_weights > 0], page_weights[page_weights > 0])
 
-    def save(self, picture: Path) -> None:
+    def save(self, picture: Path, tokenizer: Any) -> None:
         """Writes the picture, and the same numbers beside it as JSON, for the user alone; each is written whole or not at all.
+
+        Args:
+            tokenizer: writes the text of each token of the prompt to the JSON.
 
         Raises:
             InputError: a file cannot be written.
@@ -104,7 +110,8 @@ class Explanation:
             str(layer): {str(i): float(f"{weights[i]:.4g}") for i in np.flatnonzero(weights)}
             for layer, weights in self.weights.items()
         }
-        text = json.dumps(dict(prompt_tokens=tokens, steps=self.steps, layers=rows))
+        words = [token_text(tokenizer, token)[0] for token in self._prompt]
+        text = json.dumps(dict(prompt_tokens=tokens, steps=self.steps, layers=rows, tokens=words))
         parts = {path.with_name(f".{path.name}.part"): path for path in (picture, picture.with_suffix(".json"))}
         try:
             with contextlib.ExitStack() as stack:

@@ -92,11 +92,17 @@ def others(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["needle.evaluate", "needle.language", "pages", "calibrate", "sharing"])
-def test_other_tokens_than_bytes_are_refused(name, others, capsys):
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        *((name, "must have a tokenizer of bytes") for name in ("needle.evaluate", "needle.language", "sharing")),
+        *((name, "too few questions of at most 64 tokens") for name in ("pages", "calibrate")),
+    ],
+)
+def test_tokens_that_a_bench_cannot_take_are_refused(name, message, others, capsys):
     try:
         status = importlib.import_module(f"bench.{name}").main(["--model", str(others)])
     except SystemExit as end:
         status = end.code
     out, err = capsys.readouterr()
-    assert status == 2 and not out and f"{others} must have a tokenizer of bytes" in err.splitlines()[-1]
+    assert status == 2 and not out and message in err.splitlines()[-1]

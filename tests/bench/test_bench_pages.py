@@ -9,6 +9,7 @@ import pytest
 import icejax
 from bench import calibrate, capture, methods, pages, sharing
 from tests import tolerances
+from tests.helpers import families, small_tokenizers
 
 
 @pytest.mark.slow
@@ -118,3 +119,40 @@ def test_more_bits_leave_less_error():
     error = {(x["codes"], x["singly"]): x["error"] for x in rows}
     assert error[4, True] < 0.5 * error[2, True] and error[4, True] < error[4, False]
     assert {x["tokens_fetched"] for x in rows} == {192} and {x["exact_tokens"] for x in rows} == {256}
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """A folder of a tiny random model whose tokens are bytes and words."""
+    folder = tmp_path_factory.mktemp("words")
+    raw = small_tokenizers.byte_level(("Ġthe", "Ġfunction", "Ġof", "Ġmodule", "Ġwritten", "Ġagain"))
+    families.save(families.build(families.row("llama-gqa"), vocab_size=512, max_position_embeddings=4096), folder)
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    (folder / "tokenizer_config.json").write_text(json.dumps(dict(tokenizer_class="PreTrainedTokenizerFast")))
+    return folder
+
+
+@pytest.mark.slow
+def test_pages_are_measured_with_tokens_that_are_words(words, capsys):
+    sizes = ["--lengths", "2048", "--budgets", "64", "--prompts", "2", "--methods", "default"]
+    assert pages.main(["--model", str(words), "--formations", "positional", *sizes]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) == 1 + len(methods.DEFAULT) and all(row["model"] == words.name for row in rows)
+    for row in rows:
+        assert len(row["by_prompt"]) == 2 and 0 < row["error"] < row["error_95"]
+    assert rows[1]["error"] < rows[0]["error"]  # with a tail, than exact top tokens of random, diffuse heads
+
+
+@pytest.mark.slow
+def test_errors_are_estimated_with_tokens_that_are_words(words, capsys):
+    sizes = ["--lengths", "2048", "--prompts", "1", "--seeds", "1", "--budgets", "64"]
+    assert calibrate.main(["--model", str(words), *sizes]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) == len(calibrate.ESTIMATES) * len(calibrate.MEASURES)
+    # Every fourth of 64 steps of the text, and the steps after the prompt of six tokens of each question.
+    assert all(
+        row["steps"] == 16 + 2 * 5 and {"coverage_text", "coverage_function", "coverage_value"} <= row.keys() for row in rows
+    )
+    with pytest.raises(SystemExit):
+        calibrate.main(["--model", str(words), *sizes, "--tasks", "hops"])
+    assert "--tasks must be of text, function, value, got 'hops'" in capsys.readouterr().err

@@ -59,12 +59,12 @@ def test_the_answers_digits_weigh_most_in_some_layer(bundled, tmp_path):
     assert any(position in digits for position in heaviest.values())
     assert all(0 <= weights.sum() <= 5 * 4 + 1e-3 for weights in explanation.weights.values())  # four query heads, five steps
     (tmp_path / ".seen.json.part").symlink_to(tmp_path / "theirs")  # planted, and not followed
-    explanation.save(tmp_path / "seen.png")
+    explanation.save(tmp_path / "seen.png", tokenizer)
     assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("seen.png", "seen.json")] == [0o600, 0o600]
     image = matplotlib.image.imread(tmp_path / "seen.png")
     assert image.shape[0] > 200 and image.std() > 0.1
     table = json.loads((tmp_path / "seen.json").read_text())
-    assert table["steps"] == 5 and table["prompt_tokens"] == len(text)
+    assert table["steps"] == 5 and table["prompt_tokens"] == len(text) and "".join(table["tokens"]) == text
     for layer, weights in explanation.weights.items():
         layer_weights = table["layers"][str(layer)]
         assert sorted(map(int, layer_weights)) == np.flatnonzero(weights).tolist()
@@ -84,7 +84,7 @@ def test_a_place_that_cannot_be_written_is_told_before_and_after(bundled, tmp_pa
     with pytest.raises(icejax.InputError, match=rf"^--explain: .*{blocked} is a folder: name a file$"):
         attention_map.check_picture(tmp_path / "seen.png")
     with pytest.raises(icejax.InputError, match=r"^--explain: .*seen\.png cannot be written: "):
-        explanation.save(tmp_path / "seen.png")
+        explanation.save(tmp_path / "seen.png", bundled[1])
     assert [x.name for x in tmp_path.iterdir() if x.is_file() and x.name.startswith(".")] == []
     for length in (250, 300):
         with pytest.raises(icejax.InputError, match="cannot be written: File name too long"):

@@ -92,7 +92,7 @@ class Ring(CachePolicy):
         slots, seen = state.k.shape[1], view.lengths.seen
         before, after = (ring_positions(n, slots) for n in (seen, seen + heads.lengths))
         with jax.named_scope("attend"):
-            attended = _attend_ring(state, heads, seen, position=before, window=self.window)
+            attended = attend_ring(state, heads, seen, position=before, window=self.window)
         return Outcome(state.each(lambda old, x: with_new_tokens(old, x, after - seen[:, None]), heads), attended)
 
     def decode(self, state: TokenState, heads: Heads, view: View) -> Outcome:
@@ -109,7 +109,7 @@ class Ring(CachePolicy):
         return slot_report(state.k, lengths)
 
 
-def _attend_ring(
+def attend_ring(
     state: TokenState, heads: Heads, seen: Int[Array, " B"], *, position: Int[Array, "B S"], window: int
 ) -> Attended:
     """Returns the attention of new tokens to a ring and to each other, f32[B, T, N, Hv] and f32[B, T, N].
