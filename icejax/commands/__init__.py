@@ -4,6 +4,7 @@ COMMANDS = {
     "generate": "answer prompts",
     "chat": "talk with a model",
     "convert": "turn a Hugging Face folder into an icejax folder, or back",
+    "bench": "time prompts and answers on a model",
     "doctor": "tell what this machine can do",
     "sessions": "list, verify or remove what is kept",
 }
