@@ -170,7 +170,8 @@ def folder(name: str, *, say: Callable[[str], None] = lambda line: None) -> Path
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         unfinished = Path(scratch) / name
         _write_folder(source, unfinished)
-        unfinished.replace(path)
+        if not path.exists():  # another process may have made it meanwhile
+            unfinished.replace(path)
     return path
 
 

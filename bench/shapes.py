@@ -135,7 +135,9 @@ def _on_a_cpu(x: jax.Array | Grouped) -> jax.Array | Grouped:
     stored = for_cpu(
         QuantizedMatrix(np.asarray(x.codes), np.asarray(x.scale), None) if isinstance(x, Grouped) else np.asarray(x)
     )
-    return Grouped(jnp.asarray(stored.codes), jnp.asarray(stored.scale), None) if isinstance(stored, QuantizedMatrix) else x
+    if not isinstance(stored, QuantizedMatrix):
+        return x
+    return Grouped(jnp.asarray(stored.codes), jnp.asarray(stored.scale), None, by_row=True)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))

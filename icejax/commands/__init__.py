@@ -5,6 +5,7 @@ COMMANDS = {
     "chat": "talk with a model",
     "evaluate": "score a model and its cache on benchmarks",
     "convert": "turn a Hugging Face folder into an icejax folder, or back",
+    "bench": "time prompts and answers on a model",
     "doctor": "tell what this machine can do",
     "sessions": "list, verify or remove what is kept",
 }

@@ -115,25 +115,48 @@ def evaluate_parser(name: str) -> Parser:
     return parser
 
 
+def bench_parser(name: str) -> Parser:
+    """Returns the parser of `bench`; its flags are llama-bench's, where that has them."""
+    parser = Parser(prog=name, description="Time prompts and answers on a model, as llama.cpp's llama-bench does.")
+    tests = parser.add_argument_group("tests")
+    listed = "tokens, comma-separated (default: %(default)s)"
+    tests.add_argument("-p", "--prompt-tokens", "--n-prompt", default="512", metavar="N", help=f"of the prompts: {listed}")
+    tests.add_argument("-n", "--new-tokens", "--n-gen", default="128", metavar="N", help=f"of the answers: {listed}")
+    tests.add_argument("-d", "--depth", "--n-depth", default="0", metavar="N", help=f"in the cache before either: {listed}")
+    repetitions = "of each test, besides one that is not timed (default: %(default)s)"
+    tests.add_argument("-r", "--repetitions", type=int, default=5, metavar="N", help=repetitions)
+    tests.add_argument("--json", action="store_true", help="print one JSON object per test")
+    _add_quiet(tests)
+    _add_weights(parser)
+    _add_cache(parser, has_context=False)
+    parser.set_defaults(chat_template=None)
+    return parser
+
+
 def _add_quiet(group: argparse._ActionsContainer) -> None:
     group.add_argument("--quiet", action="store_true", help="show neither progress nor a table of the cost")
 
 
-def _add_model(parser: Parser) -> None:
+def _add_weights(parser: Parser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("model")
     group.add_argument("-m", "--model", help="Hugging Face or icejax folder, GGUF file or hub id (default: the bundled model)")
     group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id (default: main)")
-    group.add_argument("--chat-template", type=Path, metavar="FILE", help="chat template (Jinja) in the tokenizer's place")
-    template_arg_help = "variable of the chat template; repeatable, such as enable_thinking=false"
-    group.add_argument("--template-arg", action="append", default=[], metavar="KEY=VALUE", help=template_arg_help)
-    parse_special_help = "names of control tokens in messages and prompts are these tokens, not text"
-    group.add_argument("--parse-special", action="store_true", help=parse_special_help)
     group.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's; float32 on CPU)")
     group.add_argument("--quantize", metavar="METHOD", help="round matrices to int8, fp8 or int4 as they are read")
     hosted = "keep experts in host memory, and N of each layer on the device too (default: half of them)"
     group.add_argument("--experts-on-host", type=int, nargs="?", const=True, metavar="N", help=hosted)
     text = f"where compiled programs are kept, the last used {compile_cache.MOST_BYTES // 2**30} GiB of them; 'none' keeps none"
     group.add_argument("--compile-cache", metavar="DIR", help=text)
+    return group
+
+
+def _add_model(parser: Parser) -> None:
+    group = _add_weights(parser)
+    group.add_argument("--chat-template", type=Path, metavar="FILE", help="chat template (Jinja) in the tokenizer's place")
+    template_arg_help = "variable of the chat template; repeatable, such as enable_thinking=false"
+    group.add_argument("--template-arg", action="append", default=[], metavar="KEY=VALUE", help=template_arg_help)
+    parse_special_help = "names of control tokens in messages and prompts are these tokens, not text"
+    group.add_argument("--parse-special", action="store_true", help=parse_special_help)
 
 
 def _add_answer(parser: Parser) -> None:
@@ -160,7 +183,7 @@ def _add_answer(parser: Parser) -> None:
     group.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
 
 
-def _add_cache(parser: Parser) -> None:
+def _add_cache(parser: Parser, *, has_context: bool = True) -> None:
     group = parser.add_argument_group("cache")
     cache_help = (
         f"{AUTO}: full where it fits the device and is no slower, else {DEFAULT_CACHE}, which options of a cache mean too"
@@ -174,12 +197,11 @@ def _add_cache(parser: Parser) -> None:
     group.add_argument("--page-size", type=int, metavar="N", help="tokens of a page (default: the cache's own)")
     group.add_argument("--cache-option", action="append", default=[], metavar="KEY=VALUE", help="repeatable; see --help-cache")
     group.add_argument("--help-cache", action=HelpCache, nargs=0, help="show every option of every cache and exit")
-    group.add_argument(
-        "-c", "--context-length", type=int, metavar="N", help="tokens of prompt and answer (default: the model's)"
-    )
-    group.add_argument(
-        "--device-memory", type=float, metavar="GIB", help=f"of the device, for {AUTO} (default: what it reports)"
-    )
+    if has_context:
+        context_help = "tokens of prompt and answer (default: the model's)"
+        group.add_argument("-c", "--context-length", type=int, metavar="N", help=context_help)
+    device_help = f"of the device, for {AUTO} (default: what it reports)"
+    group.add_argument("--device-memory", type=float, metavar="GIB", help=device_help)
     group.add_argument("--host-memory-limit", type=float, metavar="GIB", help="for the cache (default: what is free)")
 
 

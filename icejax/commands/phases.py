@@ -16,10 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from icejax.runtime.compile_clock import clock
-from icejax.runtime.progress import COMPILING, LOADING, PREFILL
+from icejax.runtime.progress import COMPILING, LOADING, MEASURING, PREFILL
 
 PATIENCE_S = 2.0  # seconds that a phase lasts before a line tells of it
-UNITS = {LOADING: "tensors", PREFILL: "layers", COMPILING: "programs"}
+UNITS = {LOADING: "tensors", PREFILL: "layers", COMPILING: "programs", MEASURING: "runs"}
 NOTE = " compiling"  # stands behind the first token on a terminal while the program of the others is compiled
 
 

@@ -1,7 +1,7 @@
 """What a caller's `progress` is told while a call runs. `api.generate` and `Session` call it; commands show it.
 
 A `progress` is called with a phase, how much of it is done, and how much there is: ("loading", 3, 290) tensors, ("prefill", 2,
-30) layers, ("compiling", 4, 0), the fourth program of the call, of a number that nobody knows.
+30) layers, ("compiling", 4, 0), the fourth program of the call, of a number that nobody knows, ("measuring", 5, 12) runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from icejax.runtime.compile_clock import clock
 
 Progress = Callable[[str, int, int], None]  # phase, number done, number in all (0: unknown)
-LOADING, COMPILING, PREFILL = "loading", "compiling", "prefill"
+LOADING, COMPILING, PREFILL, MEASURING = "loading", "compiling", "prefill", "measuring"
 
 
 @contextlib.contextmanager

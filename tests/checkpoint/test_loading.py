@@ -85,7 +85,7 @@ def test_weights_go_to_a_device_one_by_one(case, dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface, "read_tensor", lambda file, key: (read_keys.append(key), read_tensor(file, key))[1])
     monkeypatch.setattr(jax, "device_put", lambda x: jnp.zeros(()))
     to_device = load._to_device
-    monkeypatch.setattr(load, "_to_device", lambda x: (put_bytes.append(size_of(x)), to_device(x))[1])
+    monkeypatch.setattr(load, "_to_device", lambda x, **by: (put_bytes.append(size_of(x)), to_device(x, **by))[1])
     quantize = CASES[case][2] if CASES[case][2] in METHODS else None
     peak = numpy_peak(lambda: load_model(tmp_path, dtype=dtype, quantize=quantize))
     largest = max(stored, *put_bytes)

@@ -274,8 +274,9 @@ def write_plain(quantised: Path, weights: dict[str, np.ndarray], folder: Path) -
 
 
 def dense(weight: jax.Array | Grouped, dtype: str = "float32") -> np.ndarray:
-    """Returns a loaded matrix [..., O, I], which may be codes [..., G, O, g], as numbers of `dtype`."""
+    """Returns a loaded matrix [..., O, I], which may be codes, as numbers of `dtype`."""
     if not isinstance(weight, Grouped):
         return np.asarray(weight)
-    groups = np.moveaxis(np.asarray(weight.weights(dtype)), -3, -2)
+    groups = np.asarray(weight.weights(dtype))
+    groups = groups if weight.by_row else np.moveaxis(groups, -3, -2)
     return groups.reshape(*groups.shape[:-2], -1)

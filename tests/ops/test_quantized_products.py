@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from icejax.cache.registry import Full
-from icejax.checkpoint import load, load_model
+from icejax.checkpoint import load_model
 from icejax.engine.decode.nonfinite import not_finite
 from icejax.ops.quantized import products
 from icejax.ops.quantized.products import MOST_ROWS, Grouped, at_once, by_blocks, rows
@@ -39,7 +39,10 @@ def test_a_product_is_that_of_the_dequantised_matrix(kind, group, zero, tokens, 
     scale = rng.uniform(0.01, 0.1, shape).astype(np.float32)
     offset = rng.integers(-8, 8, shape).astype(np.int8)
     stored = codes.view(np.uint16) if kind == "bits" else codes
-    grouped = Grouped(jnp.asarray(stored), jnp.asarray(scale), jnp.asarray(offset) if zero else None)
+    parts = [None if part is None else jnp.asarray(part) for part in (stored, scale, offset if zero else None)]
+    grouped = Grouped(*parts)
+    if form is by_blocks:
+        grouped = Grouped(*(None if part is None else part.swapaxes(0, 1) for part in parts), by_row=True)
     matrix = (codes.astype(np.float64) - offset[..., None] * zero) * scale[..., None]
     matrix = np.concatenate(list(matrix), axis=-1)
     expected = x.astype(np.float64) @ matrix.T
@@ -91,10 +94,11 @@ def test_matrices_stay_codes(folder, monkeypatch, caplog, name, kind, zero):
         with caplog.at_level(logging.INFO, logger="icejax"):
             coded = load_model(path, dtype="float32").model.layers[1].mlp.down_proj.weight.get_value()
         method = quantised.FORMATS[name].config["quant_method"]
-        slower = [load.SLOWER] if platform == "cpu" else []
-        assert caplog.messages == [f"of 14 matrices quantised by {method} 14 stay codes", *slower]
+        assert caplog.messages == [f"of 14 matrices quantised by {method} 14 stay codes"]
         assert coded.codes.dtype == dtype and (coded.zero is not None) == zero
-        matrix = np.concatenate(list(np.asarray(coded.weights("float32"))), axis=-1)
+        weights = np.asarray(coded.weights("float32"))
+        assert coded.by_row == (platform == "cpu")
+        matrix = np.concatenate(list(weights.swapaxes(0, 1) if coded.by_row else weights), axis=-1)
         np.testing.assert_allclose(matrix, np.asarray(plain), rtol=1e-6, atol=1e-6)
 
 
@@ -117,13 +121,12 @@ def test_experts_stay_codes_but_in_several_forms(tmp_path, caplog):
         coded = load_model(path, dtype="float32")
     num_matrices = sum(".experts." in key for key in weights)
     assert num_matrices and caplog.messages == [
-        f"of {num_matrices + 4} matrices quantised by awq {num_matrices + 4} stay codes",
-        load.SLOWER,
+        f"of {num_matrices + 4} matrices quantised by awq {num_matrices + 4} stay codes"
     ]
     stack = coded.model.layers[0].mlp.experts.down_proj.weight.get_value()
     for expert, actual in enumerate(np.asarray(stack.weights("float32"))):
         expected = weights[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"]
-        np.testing.assert_allclose(np.concatenate(list(actual), axis=-1), expected, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(actual.reshape(expected.shape), expected, rtol=1e-6, atol=1e-6)
     expected, actual = (greedy(model, Full(), prompts, 3) for model in (plain, coded))
     np.testing.assert_array_equal(actual[0], expected[0])
     np.testing.assert_allclose(actual[1], expected[1], rtol=0, atol=tolerances.LOGITS)
@@ -140,8 +143,7 @@ def test_experts_stay_codes_but_in_several_forms(tmp_path, caplog):
     count = num_matrices // 3 - 1
     reason = f"{count} are dequantised as they are read ({DEQUANTISED})"
     assert caplog.messages == [
-        f"of {num_matrices + 3} matrices quantised by awq {num_matrices + 3 - count} stay codes, {reason}",
-        load.SLOWER,
+        f"of {num_matrices + 3} matrices quantised by awq {num_matrices + 3 - count} stay codes, {reason}"
     ]
     np.testing.assert_allclose(dequantised[3], weights[f"{unconverted}.weight"], rtol=1e-6, atol=1e-6)
 
@@ -201,6 +203,6 @@ def test_blocks_of_gpt_oss_stay_codes(tmp_path):
 def test_a_scale_of_nan_is_named(folder):
     model = load_model(folder("awq")[0], dtype="float32")
     weight = model.model.layers[1].mlp.up_proj.weight
-    weight.set_value(dataclasses.replace(weight.get_value(), scale=weight.get_value().scale.at[0, 3].set(jnp.nan)))
+    weight.set_value(dataclasses.replace(weight.get_value(), scale=weight.get_value().scale.at[0, 0].set(jnp.nan)))
     expected = "model.layers.1.mlp.up_proj.weight.scale holds NaN: fetch the checkpoint again"
     assert not_finite(model, families.tokens(8)) == expected

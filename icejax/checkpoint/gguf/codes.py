@@ -1,6 +1,6 @@
 """Codes of GGUF's types with scales per group: their bits as numbers that products read (`icejax.ops.quantized`).
 
-`icejax.checkpoint.tensors` gives matrices of these types this layout on accelerators. A weight is code * scale, or
+`icejax.checkpoint.tensors` gives matrices of these types this layout. A weight is code * scale, or
 code * scale + offset; the offset is held as the code of the weight 0, (code - zero) * scale, in float32.
 
 Example, Q4_1: the scale 0.5, the offset -2 and the code 7 are the weight 1.5; the zero is 4, and codes and zero are less 8.

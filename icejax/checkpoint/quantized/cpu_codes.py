@@ -21,17 +21,19 @@ BITS = np.arange(256, dtype=np.uint8).view(FP8).astype(HALF).view(np.uint16)  # 
 def for_cpu(tensor: np.ndarray | QuantizedMatrix) -> np.ndarray | QuantizedMatrix:
     """Returns a parameter in a form whose numbers a CPU widens fast (`ops.quantized.products.Grouped`); no weight changes.
 
-    int4 and e2m1 codes become int8, fp8 codes become bfloat16 bits in uint16. A bfloat16 matrix [..., O, I] becomes its bits
-    uint16[..., 1, O, I] with scales of 1. Other parameters stay.
+    Codes and scales come by rows. int4 and e2m1 codes become int8, fp8 codes become bfloat16 bits in uint16. A bfloat16 matrix
+    [..., O, I] becomes its bits uint16[..., O, 1, I] with scales of 1. Other parameters stay.
 
     Args:
-        tensor: an array, or codes with groups first, [..., G, O, g].
+        tensor: an array, or codes with groups first, [G, O, g].
     """
     if not isinstance(tensor, QuantizedMatrix):
         if tensor.dtype != HALF or tensor.ndim < 2:
             return tensor
-        bits = tensor.view(np.uint16)[..., None, :, :]
+        bits = tensor.view(np.uint16)[..., None, :]
         return QuantizedMatrix(bits, np.ones(bits.shape[:-1], np.float32), None)
+    by_row = (None if x is None else np.ascontiguousarray(x.swapaxes(0, 1)) for x in (tensor.codes, tensor.scale, tensor.zero))
+    tensor = tensor._replace(**dict(zip(("codes", "scale", "zero"), by_row, strict=True)))
     if tensor.codes.dtype == FP8:
         return tensor._replace(codes=BITS[tensor.codes.view(np.uint8)])
     return tensor._replace(codes=tensor.codes.astype(np.int8)) if tensor.codes.dtype == ml_dtypes.int4 else doubled(tensor)

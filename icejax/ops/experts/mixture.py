@@ -62,6 +62,8 @@ def _on_device(x: jax.Array, experts: ExpertWeights, ids: jax.Array, form: Exper
         return lax.platform_dependent(x, experts, ids, cpu=blocked if len(x) > FEW else looped, default=dense)
     if len(x) > FEW:
         return blocked(x, experts, ids)
+    if isinstance(experts.gate, Grouped) and experts.gate.by_row:  # the form of a CPU, which `by_sum` does not read
+        return looped(x, experts, ids)
     return lax.platform_dependent(x, experts, ids, cuda=summed, rocm=summed, default=looped)
 
 

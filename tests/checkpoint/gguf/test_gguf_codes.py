@@ -12,10 +12,10 @@ from gguf import quants
 from gguf.constants import GGMLQuantizationType
 
 from icejax.cache.registry import Full
-from icejax.checkpoint import load, load_model
+from icejax.checkpoint import load_model
 from icejax.checkpoint.gguf.codes import TYPES, Blocks
 from icejax.checkpoint.tensor_mapping import TensorMapping
-from icejax.ops.quantized.products import Grouped, at_once, by_blocks
+from icejax.ops.quantized.products import Grouped, at_once, by_blocks, rows
 from tests import tolerances
 from tests.helpers import families, gguf_files
 from tests.helpers.run import all_logits, greedy
@@ -35,12 +35,6 @@ GPT_OSS = dict(
 @pytest.fixture(autouse=True)
 def no_tokenizers(monkeypatch):
     gguf_files.without_tokenizers(monkeypatch)
-
-
-@pytest.fixture
-def as_codes(monkeypatch):
-    """Loads GGUF files as on an accelerator."""
-    monkeypatch.setattr(load, "keeps_gguf_codes", lambda platform: True)
 
 
 def random_blocks(kind: str) -> np.ndarray:
@@ -76,16 +70,16 @@ def test_codes_are_the_weights_that_the_package_makes(kind):
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q6_K", "MXFP4"])
-@pytest.mark.parametrize("rows", [1, 40])
-def test_products_with_codes_equal_float64(kind, rows):
+@pytest.mark.parametrize("count", [1, 40])
+def test_products_with_codes_equal_float64(kind, count):
     """Products of one row multiply codes, those of many multiply weights."""
     stored = random_blocks(kind)
     mapping = TensorMapping(("x",), (ROWS, COLUMNS))
     matrix = Blocks(kind=kind).codes((ROWS, COLUMNS), {"weight": stored})
     for on_cpu, multiply in ((True, by_blocks), (False, at_once)):
         parts = mapping.join([matrix], dtype=np.dtype(np.float32), codes=True, on_cpu=on_cpu)
-        grouped = Grouped(*(None if part is None else jnp.asarray(part) for part in parts[:3]))
-        x = np.random.default_rng(1).standard_normal((rows, COLUMNS)).astype(np.float32)
+        grouped = Grouped(*(None if part is None else jnp.asarray(part) for part in parts[:3]), by_row=on_cpu)
+        x = np.random.default_rng(1).standard_normal((count, COLUMNS)).astype(np.float32)
         expected = x.astype(np.float64) @ quants.dequantize(stored, GGMLQuantizationType[kind]).astype(np.float64).T
         scale = np.abs(x).astype(np.float64) @ np.abs(matrix.weights()).astype(np.float64).T
         assert (np.abs(multiply(jnp.asarray(x), grouped) - expected) <= 1e-5 * scale.max()).all()
@@ -108,7 +102,7 @@ def reference(model, prompt) -> np.ndarray:
         pytest.param("gpt_oss-plain", "Q4_1", GPT_OSS, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_models_of_codes_have_transformers_logits(name, kind, changes, tmp_path, as_codes, caplog):
+def test_models_of_codes_have_transformers_logits(name, kind, changes, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     theirs, prompt = families.build(families.row(name), **changes), families.tokens(150)
     ours = load_model(gguf_files.write(theirs, tmp_path / "model.gguf", kind))
@@ -119,13 +113,13 @@ def test_models_of_codes_have_transformers_logits(name, kind, changes, tmp_path,
 
 
 @pytest.mark.slow
-def test_experts_of_codes_in_host_memory_give_the_same_logits(tmp_path, as_codes):
+def test_experts_of_codes_in_host_memory_give_the_same_logits(tmp_path):
     theirs, prompt = families.build(families.row("qwen3_moe-plain"), head_dim=16, moe_intermediate_size=32), families.tokens(40)
     ours = load_model(gguf_files.write(theirs, tmp_path / "model.gguf", "Q4_1"), experts_on_host=3)
     np.testing.assert_allclose(all_logits(ours, prompt, Full()), reference(theirs, prompt), rtol=0, atol=tolerances.LOGITS)
 
 
-def test_text_from_codes_equals_transformers(tmp_path, as_codes):
+def test_text_from_codes_equals_transformers(tmp_path):
     theirs, prompt = families.build(families.row("llama-gqa")), families.tokens(140, seed=1)
     ours = load_model(gguf_files.write(theirs, tmp_path / "model.gguf", "Q4_1"))
     with torch.no_grad():
@@ -141,10 +135,13 @@ def test_four_bits_stay_four_bits_on_an_accelerator():
         assert parts.codes.dtype == np.dtype(getattr(ml_dtypes, codes) if "4" in codes else codes), kind
 
 
-def test_on_a_cpu_the_numbers_are_dequantised(tmp_path, caplog):
-    """Products with groups of 32 are slow there."""
-    caplog.set_level(logging.INFO)
-    theirs = families.build(families.row("llama-gqa"))
-    ours = load_model(gguf_files.write(theirs, tmp_path / "model.gguf", "Q4_0"))
-    assert ours.model.embed_tokens.weight.get_value().dtype == jnp.float32 and "23 in Q4_0" in caplog.text
-    assert load.keeps_gguf_codes("gpu") and load.keeps_gguf_codes("tpu") and not load.keeps_gguf_codes("cpu")
+@pytest.mark.parametrize("kind", TYPES)
+def test_on_a_cpu_the_same_weights_come_by_rows(kind):
+    matrix = Blocks(kind=kind).codes((ROWS, COLUMNS), {"weight": random_blocks(kind)})
+    parts = TensorMapping(("x",), (ROWS, COLUMNS)).join([matrix], dtype=np.dtype(np.float32), codes=True, on_cpu=True)
+    grouped = Grouped(*(None if part is None else jnp.asarray(part) for part in parts[:3]), by_row=True)
+    assert grouped.codes.shape == (*matrix.scale.shape, COLUMNS // matrix.scale.shape[1]) and grouped.codes.dtype == jnp.int8
+    weights = (parts.codes.astype(np.float32) - (0 if parts.zero is None else parts.zero[..., None])) * parts.scale[..., None]
+    np.testing.assert_array_equal(weights.reshape(ROWS, COLUMNS), matrix.weights())
+    np.testing.assert_array_equal(grouped.weights(jnp.float32), weights)
+    np.testing.assert_array_equal(rows(grouped, jnp.asarray([[4, 0]]), "float32")[0], matrix.weights()[[4, 0]])

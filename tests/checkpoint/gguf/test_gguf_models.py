@@ -223,8 +223,11 @@ def test_a_value_that_is_not_read_is_told(tmp_path, caplog):
 
 def test_the_log_tells_which_types_are_dequantised(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    load_model(written(tmp_path, kind="Q4_0"))
-    assert "tensors are dequantised as they are read: 23 in Q4_0" in caplog.text
+    file, told = written(tmp_path, kind="Q4_0"), "tensors are dequantised as they are read: 23 in Q4_0"
+    load_model(file)
+    assert told not in caplog.text
+    load_model(file, quantize="int8")
+    assert told in caplog.text
 
 
 def test_a_gguf_file_converts_to_an_icejax_folder(tmp_path, capsys):

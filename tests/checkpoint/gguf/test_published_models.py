@@ -1,0 +1,29 @@
+"""Published GGUF files: 64 greedy tokens behind 4,000 of real text are transformers', with the full and the clustered cache."""
+
+from pathlib import Path
+
+import pytest
+
+from bench import published
+from icejax.checks.errors import InputError
+from tests.helpers.greedy_text import NEW_TOKENS, PROMPT_TOKENS, text_after
+
+HOME = Path("~/.cache/icejax/published").expanduser()  # the user's cache, so that a file is fetched once
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", published.MODELS)
+def test_greedy_text_is_transformers(name, monkeypatch):
+    """Of the file itself and of the folder that transformers' own reader makes of it, on the same token ids."""
+    monkeypatch.setattr(published, "home", lambda: HOME)
+    try:
+        file, folder = published.gguf(name), published.folder(name)
+    except InputError as error:
+        pytest.skip(str(error))
+    ours = text_after("icejax", file, [])
+    assert len(ours["tokens"]) == PROMPT_TOKENS
+    expected = text_after("transformers", folder, ours["tokens"])["full"]
+    assert len(expected) == NEW_TOKENS
+    assert (ours["full"], ours["clustered"]) == (expected, expected)
+    again = text_after("icejax", folder, ours["tokens"])
+    assert (again["full"], again["clustered"]) == (expected, expected)
