@@ -4,7 +4,7 @@ import sys
 from typing import NoReturn
 
 from icejax.commands import COMMANDS
-from icejax.commands.process import launch
+from icejax.commands.terminal.process import launch
 
 
 def main() -> NoReturn:

@@ -6,7 +6,7 @@ When this module is imported, the function `icejax.generate` replaces it, which 
 import sys
 
 if __name__ == "__main__":
-    from icejax.commands.process import launch
+    from icejax.commands.terminal.process import launch
 
     launch("icejax.commands.generate", name="icejax.generate")
 

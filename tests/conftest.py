@@ -42,7 +42,7 @@ from tests.helpers import shapes
 shapes.install()  # before icejax is imported
 
 import icejax
-from icejax.commands import phases
+from icejax.commands.terminal import phases
 from tests.helpers import programs
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

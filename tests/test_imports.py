@@ -73,7 +73,7 @@ def test_only_one_file_names_devices_and_memory_spaces():
 
 def test_importing_icejax_takes_no_time():
     """JAX is imported with the first public name, transformers with the first tokenizer, torch never."""
-    code = "import sys, icejax, icejax.commands.process; print(*({'jax', 'numpy', 'rich', 'transformers'} & set(sys.modules)))"
+    code = "import sys, icejax, icejax.commands.terminal.process; print(*({'jax', 'numpy', 'rich', 'transformers'} & set(sys.modules)))"
     code += "; icejax.generate; print(*({'torch', 'transformers'} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out == "\n\n"

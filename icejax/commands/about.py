@@ -3,7 +3,7 @@
 from icejax import __version__
 from icejax.checks.errors import InputError, suggestion
 from icejax.commands import COMMANDS
-from icejax.commands.process import ending, write
+from icejax.commands.terminal.process import ending, write
 
 USAGE = "usage: icejax COMMAND ...\n\n" + "".join(f"  {name:10} {does}\n" for name, does in COMMANDS.items())
 USAGE += "\nicejax COMMAND --help tells more, icejax --version the version.\n"

@@ -21,8 +21,8 @@ from icejax.checks.errors import InputError
 from icejax.checks.numbers import POSITIONS, integer
 from icejax.commands import options
 from icejax.commands.loading import load, tell_cache
-from icejax.commands.phases import Phases
-from icejax.commands.process import ending, write
+from icejax.commands.terminal.phases import Phases
+from icejax.commands.terminal.process import ending, write
 from icejax.evaluation.speed import Speed, SpeedTest, measure
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices

@@ -17,11 +17,11 @@ from rich.table import Table
 from icejax.api.prompts import ContextFull, first_messages
 from icejax.checks.errors import InputError, quoted, suggestion
 from icejax.commands import options
-from icejax.commands.lines import piped, typed
 from icejax.commands.loading import load, resume, resume_or_start, with_model_sampling
-from icejax.commands.phases import Phases
-from icejax.commands.printer import Printer
-from icejax.commands.process import OutputError, ending, instead_of_ending, uncut
+from icejax.commands.terminal.lines import piped, typed
+from icejax.commands.terminal.phases import Phases
+from icejax.commands.terminal.printer import Printer
+from icejax.commands.terminal.process import OutputError, ending, instead_of_ending, uncut
 from icejax.commands.texts import read_text
 from icejax.engine.request import AnswerOptions
 from icejax.engine.response import GenerationResponse, join

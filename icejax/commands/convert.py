@@ -12,8 +12,8 @@ from rich.console import Console
 from icejax.checkpoint.convert import hf_to_orbax, orbax_to_hf
 from icejax.checkpoint.folder import ORBAX, resolve
 from icejax.commands.options import Parser
-from icejax.commands.phases import progress
-from icejax.commands.process import ending
+from icejax.commands.terminal.phases import progress
+from icejax.commands.terminal.process import ending
 from icejax.runtime.out_of_memory import report_out_of_memory
 
 HF = "Hugging Face folder, GGUF file or hub id SRC -> icejax (Orbax) folder DST"

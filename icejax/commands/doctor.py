@@ -23,7 +23,7 @@ from icejax.cache.pool import host_pool
 from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.load import open_checkpoint
 from icejax.commands.options import Parser
-from icejax.commands.process import ending, write
+from icejax.commands.terminal.process import ending, write
 from icejax.models.registry import family
 from icejax.runtime import devices
 from icejax.runtime.host_reads import choose

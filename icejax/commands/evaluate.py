@@ -19,7 +19,7 @@ from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
 from icejax.commands import options
 from icejax.commands.loading import load, tell_cache
-from icejax.commands.process import ending, write
+from icejax.commands.terminal.process import ending, write
 from icejax.engine.snapshot.fingerprint import fingerprint, weights_sum
 from icejax.evaluation.answers import Answers
 from icejax.evaluation.paired import difference

@@ -16,10 +16,10 @@ from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
 from icejax.commands import options
 from icejax.commands.loading import load, resume_or_start, tell_cache, with_model_sampling
-from icejax.commands.phases import Phases
-from icejax.commands.process import ending
 from icejax.commands.requests import PromptLine, check_template_use, read_prompts
-from icejax.commands.show import answer, answers, table
+from icejax.commands.terminal.phases import Phases
+from icejax.commands.terminal.process import ending
+from icejax.commands.terminal.show import answer, answers, table
 from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.sampling import check_bias
 from icejax.evaluation.attention_map import Explanation, check_picture

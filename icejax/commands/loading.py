@@ -22,7 +22,7 @@ from icejax.checkpoint.load import open_checkpoint
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import POSITIONS, integer
 from icejax.commands import options
-from icejax.commands.phases import Phases
+from icejax.commands.terminal.phases import Phases
 from icejax.commands.texts import read_template
 from icejax.engine.request import AnswerOptions
 from icejax.files.atomic_folder import current_folder

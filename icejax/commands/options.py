@@ -15,7 +15,7 @@ from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import POLICIES, PRESETS, name_of, names
 from icejax.checks.errors import InputError, printable, quoted, suggestion
 from icejax.checks.numbers import number
-from icejax.commands.process import write
+from icejax.commands.terminal.process import write
 from icejax.engine.request import AnswerOptions
 from icejax.engine.sampling import Sampling
 from icejax.runtime import compile_cache

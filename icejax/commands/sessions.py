@@ -14,8 +14,8 @@ from rich.console import Console
 
 from icejax.checks.errors import InputError, printable, quoted, suggestion
 from icejax.commands.options import Parser
-from icejax.commands.phases import progress
-from icejax.commands.process import ending, write
+from icejax.commands.terminal.phases import progress
+from icejax.commands.terminal.process import ending, write
 from icejax.engine.snapshot.fingerprint import Damaged, damaged
 from icejax.files.atomic_folder import claim, current_folder, marked_folders
 from icejax.session.storage import ABOUT, ARRAYS, StoredSession, read_session

@@ -1,6 +1,6 @@
 """Files and folders that are being written: an interrupt removes them.
 
-`icejax.files` registers them, `icejax.commands.process` removes them.
+`icejax.files` registers them, `icejax.commands.terminal.process` removes them.
 """
 
 from __future__ import annotations

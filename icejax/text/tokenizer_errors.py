@@ -1,6 +1,6 @@
 """Errors of the tokenizers library, whose Rust code prints lines of its own when it panics: a command shows one line of ours.
 
-Everything in icejax that calls a tokenizer uses `tokenizer_error_from`; `icejax.commands.process` calls the rest.
+Everything in icejax that calls a tokenizer uses `tokenizer_error_from`; `icejax.commands.terminal.process` calls the rest.
 """
 
 from __future__ import annotations

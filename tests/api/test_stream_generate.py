@@ -10,7 +10,7 @@ import pytest
 import icejax
 from icejax.cache.registry import Full
 from icejax.commands import generate as command
-from icejax.commands.phases import Phases
+from icejax.commands.terminal.phases import Phases
 from icejax.engine.response import GenerationResponse
 from icejax.engine.serving.core import Core
 from tests.helpers import families

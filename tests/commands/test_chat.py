@@ -16,7 +16,8 @@ import pytest
 import icejax
 from icejax.api.generate import ASSETS
 from icejax.cache.registry import Full
-from icejax.commands import chat, lines, printer, process
+from icejax.commands import chat
+from icejax.commands.terminal import lines, printer, process
 from icejax.files.atomic_folder import claim
 from icejax.session import session, storage
 from icejax.session.session import Session
@@ -326,7 +327,9 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(folder, tmp_path):
     shutil.copytree(folder, endless)
     families.remove_eos(endless)
     arguments = ["--model", str(endless), "--cache", "full", "--max-new-tokens", "20000", "--session", str(tmp_path / "kept")]
-    code = f"from icejax.commands.process import launch; launch('icejax.commands.chat', {arguments}, name='icejax chat')"
+    code = (
+        f"from icejax.commands.terminal.process import launch; launch('icejax.commands.chat', {arguments}, name='icejax chat')"
+    )
     terminal, child_end = pty.openpty()
     old_handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # in a background job children would ignore it
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state"), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}

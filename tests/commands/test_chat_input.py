@@ -6,7 +6,7 @@ import pytest
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from icejax.commands import lines
+from icejax.commands.terminal import lines
 
 
 @pytest.fixture

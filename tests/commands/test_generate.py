@@ -19,8 +19,9 @@ from icejax.cache.options import make_policy
 from icejax.cache.registry import Clustered, Full, Tolerant, name_of, names
 from icejax.checks.errors import InputError
 from icejax.commands import generate as command
-from icejax.commands import options, printer, process
+from icejax.commands import options
 from icejax.commands.requests import BUNDLED_PROMPT
+from icejax.commands.terminal import printer, process
 from icejax.engine.response import GenerationResponse, RunReport
 from icejax.session import text_cache
 from tests.helpers.commands import SHORT, run

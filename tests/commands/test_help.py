@@ -14,8 +14,8 @@ from rich.console import Console
 import icejax
 from icejax.cache.policies.full import Ring
 from icejax.cache.registry import Clustered, Full
-from icejax.commands.phases import Speed
-from icejax.commands.show import table
+from icejax.commands.terminal.phases import Speed
+from icejax.commands.terminal.show import table
 from icejax.engine import plan
 from icejax.runtime.compile_clock import ENDED, LOWERED, clock
 from tests.helpers.commands import run

@@ -9,8 +9,8 @@ from rich.console import Console
 
 import icejax
 from icejax.cache.registry import Full
-from icejax.commands import phases
-from icejax.commands.phases import NOTE, Phases
+from icejax.commands.terminal import phases
+from icejax.commands.terminal.phases import NOTE, Phases
 from tests.helpers import programs
 from tests.helpers.commands import SHORT, run
 

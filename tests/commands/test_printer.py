@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from icejax.commands.phases import Phases
-from icejax.commands.printer import Printer
+from icejax.commands.terminal.phases import Phases
+from icejax.commands.terminal.printer import Printer
 
 
 def answer(text, reasoning, finish_reason=None):

@@ -19,7 +19,7 @@ import pytest
 
 from icejax.api.generate import ASSETS
 from icejax.checks.errors import InputError
-from icejax.commands import process as launch
+from icejax.commands.terminal import process as launch
 from tests.helpers import families
 
 GENERATE = [sys.executable, "-m", "icejax.generate"]
@@ -67,7 +67,7 @@ def test_sigterm_leaves_the_terminal_as_it_was(tmp_path):
     """A progress bar has hidden the cursor, and a prompt has turned off the echo of keys."""
     code = """
 import pathlib, sys, termios, threading
-from icejax.commands import process as launch
+from icejax.commands.terminal import process as launch
 from icejax.files.unfinished import unfinished
 def main(argv, name):
     part = pathlib.Path(sys.argv[1])
@@ -103,7 +103,7 @@ def test_lines_of_the_log_do_not_cut_an_answer():
     """What comes before the first piece is told before it, all else after the last; libraries' warnings alike."""
     code = """
 import sys, warnings
-from icejax.commands import process as launch
+from icejax.commands.terminal import process as launch
 def work():
     sys.stderr = sys.stdout  # one stream, for the order
     with launch.uncut():
@@ -144,7 +144,7 @@ def test_every_command_owns_its_ctrl_c(line):
 def test_an_interrupt_removes_what_was_being_written(tmp_path):
     code = """
 import pathlib, sys
-from icejax.commands import process as launch
+from icejax.commands.terminal import process as launch
 from icejax.files.unfinished import unfinished
 def main(argv, name):
     part = pathlib.Path(sys.argv[1])
@@ -168,7 +168,7 @@ launch.launch("work", name="work")
 def test_a_block_may_do_something_else_with_an_interrupt():
     code = """
 import sys, threading
-from icejax.commands import process as launch
+from icejax.commands.terminal import process as launch
 from icejax.files.unfinished import unfinished
 def main(argv, name):
     pressed = threading.Event()
@@ -230,7 +230,7 @@ def test_closed_stdin_and_stderr_do_no_harm():
 def test_stdout_of_few_characters_gets_escapes():
     code = """
 import sys
-from icejax.commands import process as launch
+from icejax.commands.terminal import process as launch
 from icejax.files.unfinished import unfinished
 def main(argv, name):
     launch.write("caf\\u00e9 \\u2603\\n")

@@ -12,8 +12,9 @@ import pytest
 import icejax
 from icejax.api.generate import ASSETS
 from icejax.cache.registry import Full
-from icejax.commands import generate, lines, loading, texts
+from icejax.commands import generate, loading, texts
 from icejax.commands.options import parser
+from icejax.commands.terminal import lines
 from tests.helpers import families, gguf_files
 from tests.helpers.commands import run
 

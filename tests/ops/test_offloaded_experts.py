@@ -19,7 +19,7 @@ from icejax.api import generate
 from icejax.cache.registry import Full
 from icejax.checkpoint import load_model
 from icejax.commands import generate as command
-from icejax.commands.show import table
+from icejax.commands.terminal.show import table
 from icejax.engine.decode.counters import StepCounters
 from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.prefill import prefill

@@ -21,7 +21,7 @@ from prompt_toolkit.output import Output
 from prompt_toolkit.output.defaults import create_output
 
 from icejax.checks.errors import InputError
-from icejax.commands.process import listen
+from icejax.commands.terminal.process import listen
 from icejax.commands.texts import most_bytes, too_long
 from icejax.files import private
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from icejax.commands.phases import Phases
-from icejax.commands.process import CONTROL, escaped, write
+from icejax.commands.terminal.phases import Phases
+from icejax.commands.terminal.process import CONTROL, escaped, write
 from icejax.engine.response import GenerationResponse
 
 

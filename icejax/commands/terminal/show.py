@@ -13,9 +13,9 @@ from rich.box import SIMPLE
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from icejax.commands.phases import Phases
-from icejax.commands.printer import Printer, tell_only_thoughts
-from icejax.commands.process import escaped, is_unicode, uncut, write
+from icejax.commands.terminal.phases import Phases
+from icejax.commands.terminal.printer import Printer, tell_only_thoughts
+from icejax.commands.terminal.process import escaped, is_unicode, uncut, write
 from icejax.engine.response import GenerationResponse, join
 
 WIDE = 11  # terminal columns per table column: in a narrower terminal an answer is a column, not a row
