@@ -36,7 +36,8 @@ from bench.flags import listed, numbers
 from bench.methods import residents
 from bench.needle import task
 from bench.page_attention import from_keys_of
-from bench.two_precisions import MORE, PAGE, WIDTH, Paged, text
+from bench.texts import excerpt
+from bench.two_precisions import MORE, PAGE, WIDTH, Paged
 from icejax.api.generate import ASSETS
 from icejax.cache.bases.reranking import KEY_ONLY_FACTOR, pages_for
 from icejax.cache.policies.tolerant import COVERED
@@ -160,7 +161,7 @@ def measured(arguments: argparse.Namespace) -> Iterator[dict]:
     model, tokenizer = icejax.load(folder, dtype="float32")
     by_layer = layer_policies(icejax.Clustered(), model.config, capacity=length + more)
     for kind in listed("--texts", texts, task.KINDS):
-        ids = text(tokenizer, kind, length + more, arguments.seed)
+        ids = excerpt(tokenizer, kind, tokens=length + more, seed=arguments.seed)
         captured = capture(model, ids[:length], ids[length:], last=LAST)
         captured = [replace(x, q=_some(x.q)) for x in captured if not isinstance(by_layer[x.layer], Full)]
         for budget in budgets:

@@ -89,7 +89,7 @@ def test_a_layer_chooses_for_the_one_after_it(model):
 def test_a_choice_of_all_pages_is_the_full_cache(model):
     prompts = [families.tokens(300), families.tokens(90)]
     expected = greedy(model, Full(), prompts, 40)
-    policy = InTurns(Filter(PROMPT_PAGES), Filtered(budget=PAGE * (PROMPT_PAGES + 1) + 1, dense_layers=0))
+    policy = InTurns(Filter(count=PROMPT_PAGES), Filtered(budget=PAGE * (PROMPT_PAGES + 1) + 1, dense_layers=0))
     actual = greedy(model, policy, prompts, 15)  # before the first page of decoded tokens is flushed
     np.testing.assert_array_equal(actual[0], expected[0][:, :15])
     np.testing.assert_allclose(actual[1], expected[1][:15], rtol=0, atol=tolerances.LOGITS)

@@ -84,7 +84,7 @@ def test_options_that_no_answer_has_are_refused(bundled):
     ):
         with pytest.raises(InputError, match=message):
             model.generate_until(requests("generate_until", [("a", options)]), disable_tqdm=True)
-    endless = copy.copy(bundled[1])
+    endless = copy.deepcopy(bundled[1])
     endless.eos_token = None
     with pytest.raises(InputError, match="names no eos token"):
         model_of((bundled[0], endless)).loglikelihood(requests("loglikelihood", [("", "a")]), disable_tqdm=True)
