@@ -26,7 +26,9 @@ def expected():
     return values
 
 
-@pytest.mark.parametrize("cache", [Full(), icejax.Clustered(budget=96)], ids=["full", "clustered"])
+@pytest.mark.parametrize(
+    "cache", [Full(), pytest.param(icejax.Clustered(budget=96), marks=pytest.mark.slow)], ids=["full", "clustered"]
+)
 def test_log_probabilities_of_a_named_answer_equal_transformers(bundled, expected, cache):
     forced = [icejax.Request(prompt=TEXT, forced_tokens=answer, logprobs=1) for answer in ANSWERS]
     free = icejax.Request(prompt="import ", max_new_tokens=12)

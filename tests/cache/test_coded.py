@@ -15,7 +15,7 @@ from tests.helpers import layer as harness
 from tests.reference import coded as reference_coded
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("bits", [*(pytest.param(bits, marks=pytest.mark.slow) for bits in (1, 2)), 4])
 def test_codes_stand_for_the_line_nearest_to_the_keys(bits):
     """With a number of channels that fills no whole byte, partial and empty pages, and NaN in empty slots."""
     rng = np.random.default_rng(bits)

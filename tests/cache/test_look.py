@@ -83,7 +83,7 @@ def test_a_look_at_all_pages_is_nearly_exact(sizes, softcap):
             assert np.linalg.norm(out[row] - expected) < LOOKED * np.linalg.norm(expected), (step, row)
 
 
-@pytest.mark.parametrize("sizes", [(21, 21), (16, 8), (24,)], ids=str)
+@pytest.mark.parametrize("sizes", [pytest.param((21, 21), marks=pytest.mark.slow), (16, 8), (24,)], ids=str)
 @pytest.mark.parametrize("bits", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4, 8])
 def test_codes_come_back_from_their_bytes(bits, sizes):
     rng = np.random.default_rng(0)

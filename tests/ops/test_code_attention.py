@@ -41,7 +41,7 @@ def attend(q, k, v, mask, outside, *, scoring: Scoring, wanted: int, dtype: str 
     return pages, code_attention.attend_codes(q, pages, outside, **options, **more)
 
 
-@pytest.mark.parametrize("wanted", [20, P * SLOTS])
+@pytest.mark.parametrize("wanted", [20, pytest.param(P * SLOTS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("softcap", "latent"),
     [(None, False), pytest.param(2.0, False, marks=pytest.mark.slow), pytest.param(None, True, marks=pytest.mark.slow)],

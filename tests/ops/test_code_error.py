@@ -37,7 +37,7 @@ def variances(codes, count: np.ndarray) -> np.ndarray:
     return step**2 / 12 + ((2 * s**2 + 15**2 * t**2) / 24 / count)[..., None]
 
 
-@pytest.mark.parametrize(("wanted", "latent"), [(20, False), (0, True)])
+@pytest.mark.parametrize(("wanted", "latent"), [pytest.param(20, False, marks=pytest.mark.slow), (0, True)])
 def test_the_estimate_equals_numpy(wanted, latent):
     """The expected square, token by token and channel by channel, at an output that is not the mean of the rest."""
     q, _, _, mask, outside, pages, tokens = estimated(4, wanted, latent=latent)

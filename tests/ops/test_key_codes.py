@@ -20,7 +20,7 @@ def drawn(size: int) -> tuple[np.ndarray, np.ndarray]:
     return np.where(mask[..., None], x, np.nan).astype(np.float32), mask
 
 
-@pytest.mark.parametrize("bits", [3, 8])
+@pytest.mark.parametrize("bits", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_odd_and_whole_byte_codes_equal_the_reference(bits):
     k, mask = drawn(21)
     codes = key_codes.encode_keys(jnp.asarray(k), jnp.asarray(mask), bits, "float32")

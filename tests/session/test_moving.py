@@ -21,6 +21,7 @@ def chatting(bundled, monkeypatch):
     return model, tokenizer
 
 
+@pytest.mark.slow
 def test_a_session_moves_when_it_outgrows_the_device(bundled, caplog):
     text, questions = document()
     session = Session(*bundled, **SMALL)
