@@ -166,7 +166,7 @@ def _cell(row: dict | None) -> str | None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.llama_cpp", description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="smollm2-135m,qwen2.5-coder-0.5b", help="of bench.published (default: %(default)s)")
-    parser.add_argument("--lengths", default="512,4096,8192", help="tokens of the prompt (default: %(default)s)")
+    parser.add_argument("--lengths", default="512,4096,7900", help="tokens of the prompt (default: %(default)s)")
     parser.add_argument("--subjects", help=f"separated by semicolons, of {'; '.join(SUBJECTS)} (default: all)")
     parser.add_argument("--new-tokens", type=int, default=64, help="timed tokens after the first (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=1, help="timed runs of each row (default: %(default)s)")

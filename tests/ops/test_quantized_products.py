@@ -32,6 +32,7 @@ KINDS = {"int4": ml_dtypes.int4, "int8": np.int8, "float8_e4m3fn": ml_dtypes.flo
 def test_a_product_is_that_of_the_dequantised_matrix(kind, group, zero, tokens, form, monkeypatch):
     """`by_blocks` cuts the 40 rows into blocks of 16; the last two blocks overlap."""
     monkeypatch.setattr(products, "BLOCK", 16 * 96)
+    monkeypatch.setattr(products, "LARGE_BLOCK", 16 * 96)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((tokens, 96)).astype(np.float32)
     shape = (96 // group, 40)

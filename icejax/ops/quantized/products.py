@@ -16,7 +16,9 @@ from jaxtyping import Array, Float, Int
 from icejax.ops.attention.dense import EINSUM
 
 MOST_ROWS = 16  # most rows of x that multiply codes directly; for more, the partial sums per group would outgrow the matrix
-BLOCK = 2**19  # weights that a CPU converts to fp32 at once: fewer do not occupy several cores, more leave their caches
+# Weights that a CPU converts to fp32 at once. For few rows of x: fewer weights do not occupy several cores, more leave their
+# caches. For more rows the product of a whole matrix is faster than many small ones, and 256 MiB bound what it takes.
+BLOCK, LARGE_BLOCK = 2**19, 2**26
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "scale", "zero"), meta_fields=("by_row",))
@@ -93,12 +95,13 @@ def at_once(x: Float[Array, "T I"], weight: Grouped) -> Float[Array, "T O"]:
 
 
 def by_blocks(x: Float[Array, "T I"], weight: Grouped) -> Float[Array, "T O"]:
-    """Returns x W^T in fp32, with W by rows, in blocks of rows: a CPU never converts all of W to fp32."""
+    """Returns x W^T in fp32, with W by rows, in blocks of rows."""
     count, groups, width = weight.codes.shape
     if len(x) * groups == 1 and weight.codes.dtype == jnp.int8 and weight.zero is None:
         # Here a fused sum takes as long as a product in blocks, and needs no block; for bit patterns it takes twice as long.
         return (weight.codes[:, 0].astype(jnp.float32) * x.astype(jnp.float32)).sum(-1)[None] * weight.scale.T
-    size, x = min(max(BLOCK // (groups * width), 1), count), x.astype(jnp.float32)
+    weights = BLOCK if len(x) <= MOST_ROWS else LARGE_BLOCK
+    size, x = min(max(weights // (groups * width), 1), count), x.astype(jnp.float32)
 
     def fill(i: jax.Array, out: jax.Array) -> jax.Array:
         # Both slices clamp the last block to start early enough to be whole.
