@@ -37,7 +37,7 @@ def test_random_weights_have_the_deviation_of_their_fan_in():
         (random_model.layers[0].self_attn.q_proj.weight, 512),
         (random_model.layers[0].self_attn.o_proj.weight, 4096),
     ):
-        numbers = np.asarray(weight.get_value().weights("float32"))[0]
+        numbers = np.asarray(weight.get_value().weights("float32"))[:, 0]
         assert numbers.shape[1] == fan_in and abs(numbers.std() * fan_in**0.5 - 1) < 0.01 and abs(numbers.mean()) < 1e-3
     assert (np.asarray(random_model.norm.weight[...]) == 1).all() and numbers[0].std() > 0 and (numbers[0] != numbers[1]).any()
 
