@@ -102,7 +102,7 @@ def test_chat_tells_wrong_options_before_it_loads(capsys):
 def test_a_session_keeps_its_template_arguments(capsys, tmp_path, model):
     line = ["-m", model, "--chat", "--session", str(tmp_path / "kept"), *SHORT]
     short = ["--context-length", "300"]
-    assert run(capsys, *line, *short, "-p", "x", "--template-arg", "a=7")[::2] == (0, "")
+    assert run(capsys, *line, *short, "--quiet", "-p", "x", "--template-arg", "a=7")[::2] == (0, "")
     assert run(capsys, *line, "-p", "y")[0] == 0
     loaded = icejax.load(model)
     session = Session.load(tmp_path / "kept", *loaded)
