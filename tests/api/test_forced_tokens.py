@@ -10,7 +10,7 @@ from icejax.checks.errors import InputError
 from tests import tolerances
 
 TEXT = list(b"def add(a, b):\n    return ")
-ANSWERS = [list(b"a + b\n"), list(b"import os"), [2, 7, 1]]  # the last has an end in the middle
+ANSWERS = [list(b"a + b\n"), list(b"import os"), [97, 256, 98]]  # the last has an end in the middle
 
 
 @pytest.fixture(scope="module")
