@@ -30,6 +30,14 @@ _LLAMA = dict(model_type="llama", rms_norm_eps=1e-5, max_position_embeddings=2**
 _PUBLISHED = dict(vocab_size=128256, rope_parameters=dict(rope_type="default", rope_theta=5e5), head_dim=128)
 # `attention` has little besides attention, so its time is the cache's.
 SHAPES = {
+    "smollm2-135m": _LLAMA | dict(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, tie_word_embeddings=True,
+    ),
+    "qwen2.5-coder-0.5b": _LLAMA | dict(
+        model_type="qwen2", vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+        num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True,
+    ),
     "llama-3.2-1b": _LLAMA | _PUBLISHED | dict(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
         head_dim=64, tie_word_embeddings=True,
