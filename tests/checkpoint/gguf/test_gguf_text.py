@@ -45,7 +45,9 @@ def test_answers_and_sessions_are_those_of_a_folder(both, tmp_path):
         texts += [[icejax.generate(model, tokenizer, prompt, max_new_tokens=12)[0].text]]
         texts[-1] += [session.chat("What is it?", max_new_tokens=8).text]
         session.save(tmp_path / f"session{number}")
-        again = icejax.Session.load(tmp_path / "session0", model, tokenizer)  # that of the file, with the folder's model too
+        again = icejax.Session.load(
+            tmp_path / f"session{number}", model, tokenizer
+        )  # weights in codes have a fingerprint of their own
         texts[-1] += [again.chat("And then?", max_new_tokens=8).text]
     assert texts[0] == texts[1]
 
