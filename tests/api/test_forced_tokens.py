@@ -7,6 +7,8 @@ import icejax
 from icejax.api.generate import ASSETS
 from icejax.cache.registry import Full
 from icejax.checks.errors import InputError
+from icejax.engine.decode.counters import NOT_FINITE
+from icejax.engine.decode.run import _forced
 from tests import tolerances
 
 TEXT = list(b"def add(a, b):\n    return ")
@@ -49,3 +51,10 @@ def test_a_named_answer_needs_room_and_known_tokens(bundled):
     assert "the model knows" in refusal([10**6])
     assert "at least one token id" in refusal([])
     assert "a token of forced_tokens" in refusal([-1])
+
+
+def test_a_named_token_undoes_an_end_and_hides_no_failure():
+    counters = np.zeros((8, 3), np.int32)
+    counters[0] = [5, NOT_FINITE, 9]
+    counters, done = _forced(counters, np.full(3, True), np.asarray([True, True, False]), np.asarray([7, 7, 7], np.int32))
+    assert (counters[0].tolist(), done.tolist()) == ([7, NOT_FINITE, 9], [False, True, True])

@@ -32,8 +32,8 @@ def for_cpu(tensor: np.ndarray | QuantizedMatrix) -> np.ndarray | QuantizedMatri
             return tensor
         bits = tensor.view(np.uint16)[..., None, :]
         return QuantizedMatrix(bits, np.ones(bits.shape[:-1], np.float32), None)
-    by_row = (None if x is None else np.ascontiguousarray(x.swapaxes(0, 1)) for x in (tensor.codes, tensor.scale, tensor.zero))
-    tensor = tensor._replace(**dict(zip(("codes", "scale", "zero"), by_row, strict=True)))
-    if tensor.codes.dtype == FP8:
-        return tensor._replace(codes=BITS[tensor.codes.view(np.uint8)])
-    return tensor._replace(codes=tensor.codes.astype(np.int8)) if tensor.codes.dtype == ml_dtypes.int4 else doubled(tensor)
+    narrow = np.int8 if tensor.codes.dtype == ml_dtypes.int4 else tensor.codes.dtype  # one copy: rows and dtype at once
+    codes = np.ascontiguousarray(tensor.codes.swapaxes(0, 1), narrow)
+    scale, zero = (None if x is None else np.ascontiguousarray(x.swapaxes(0, 1)) for x in (tensor.scale, tensor.zero))
+    tensor = tensor._replace(codes=codes, scale=scale, zero=zero)
+    return tensor._replace(codes=BITS[codes.view(np.uint8)]) if codes.dtype == FP8 else doubled(tensor)
