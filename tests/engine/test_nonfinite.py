@@ -129,7 +129,7 @@ def test_the_command_line_says_so(capsys, monkeypatch, bundled):
     model, tokenizer = icejax.load()
     plant(model.model.layers[2].mlp.gate_proj.weight, jnp.nan, 0, 0)
     monkeypatch.setattr(command, "load", lambda *_, **__: (model, tokenizer))
-    status = command.main(["--model", str(ASSETS), "--prompt", "x", "--compile-cache", "none"])
+    status = command.main(["--model", str(ASSETS), "--prompt", "x", "--cache", "full", "--compile-cache", "none"])
     out, err = capsys.readouterr()
     assert status == 2 and out == "" and "\0" not in out
     assert err == (
