@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from bench.page_attention import from_keys_of
 from icejax.cache.index.digest_tree import Digested
 from icejax.ops.attention.dense import Attended, Scoring
-from icejax.ops.pages import tree_walk
+from icejax.ops.pages import tree, tree_walk
 from icejax.ops.pages.digests import score
 from icejax.ops.pages.key_codes import KeyCodes, decode_keys, encode_keys
 from icejax.ops.pages.key_scatter import along
@@ -128,6 +128,25 @@ def look(q: jax.Array, index: Digested, pages: jax.Array) -> tuple[jax.Array, At
         tail = scores._replace(weight=jnp.where(chosen[:, :, None], -jnp.inf, scores.weight))
         out, lse = tree_walk.tail_of([(tail, digests)], spans, from_keys)
         return chosen[0], Attended(out[0], lse[0])
+
+    return jax.lax.map(step, q)
+
+
+@jax.jit(static_argnames=("pages", "opened"))
+def walked(q: jax.Array, index: Digested, *, pages: int, opened: int) -> tuple[jax.Array, Attended]:
+    """Returns what `look` does, with pages that the digest tree chooses.
+
+    Args:
+        opened: least number of nodes that a level opens; more for many pages, as in `Clustered`.
+    """
+    scoring, from_keys = Scoring(q.shape[-1] ** -0.5), from_keys_of(index)
+    rules = tree_walk.WalkRules(opened=tree.num_opened(pages, least=opened), selected=pages)
+
+    def step(x: jax.Array) -> tuple[jax.Array, Attended]:
+        result = tree_walk.walk(x[None], index.levels, index.scatter, scoring=scoring, rules=rules, from_keys=from_keys)
+        heads = jnp.arange(len(x))[:, None]
+        chosen = jnp.zeros(index.levels[0].count.shape[1:], bool).at[heads, result.page_ids[0]].set(result.counts[0] > 0)
+        return chosen, Attended(result.tail_out[0], result.tail_lse[0])
 
     return jax.lax.map(step, q)
 

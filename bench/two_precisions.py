@@ -8,7 +8,8 @@ length. It prints one JSON line per method (`form`), and a table on stderr:
   those of the model, without the clustered cache's scaled channels.
 - `packed`: all pages in codes, and the best `exact` tokens exactly; sinks and window are exact, no digests.
 - `today`: what `clustered` does: keys of 112 pages, values of the best tokens, digests for all other pages.
-- `look`: keys and values of `pages` pages in codes, the best `exact` tokens exactly, digests for all other pages.
+- `look`: keys and values of `pages` pages in codes, the best `exact` tokens exactly, digests for all other pages. From 36,000
+  tokens on the digest tree chooses the pages; `opened` is the least number of nodes that a level opens.
 
 `pages` is a number of pages, or as many as bring at most 1.05 times the bytes of `today` (`equal_bytes`). `error` is the
 relative L2 error of a head's output, mean over heads, queries and the layers behind the first dense ones; `worst_layer` is the
@@ -23,7 +24,7 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -33,8 +34,8 @@ from rich.console import Console
 
 import icejax
 from bench import panel
-from bench.capture import Captured, capture
-from bench.coded_attention import Coding, attend, attend_dense, coded, kivi_keys, kivi_values, look, q4_0, q8_0
+from bench.capture import Captured, capture, tiled
+from bench.coded_attention import Coding, attend, attend_dense, coded, kivi_keys, kivi_values, look, q4_0, q8_0, walked
 from bench.compare.cells import policy_from
 from bench.compare.subject import Subject
 from bench.compare.text import SHORT, Text
@@ -53,6 +54,8 @@ from icejax.ops.pages.key_codes import FIELDS
 from icejax.runtime import devices
 
 QUERIES = 6
+LONGEST = 36_000  # tokens of a text; beyond it digests have a second level
+DEFAULT_OPENED = icejax.Clustered().opened
 PAGE, WIDTH = 16, 2  # tokens of a page, bytes of a number
 FORMATION = "tree-2048-greedy"
 SCALES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
@@ -100,12 +103,14 @@ def rows(
     pages: list[int | None],
     codings: list[Coding],
     most_exact: int | None = None,
+    opened: Sequence[int] = (DEFAULT_OPENED,),
 ) -> Iterator[dict]:
     """Yields one row per method, over all captured layers.
 
     Args:
         pages: numbers of pages whose codes are read; None: as many as bring 1.05 times today's bytes.
         most_exact: most tokens of pages that `look` attends exactly; None: as many as the budget holds.
+        opened: least numbers of nodes that a level of the digest tree opens, one after the other.
     """
     yield from _peers(layers)
     for budget in budgets:
@@ -129,10 +134,11 @@ def rows(
             for wanted in pages:
                 count = wanted or int((MORE * bus - fewer * plain) // page_bytes)
                 count = min(count, paged[0].pages[0].shape[2])
-                errors = [x.error(_look(x, y, count, fewer)) for x, y in zip(paged, decoded, strict=True)]
                 sizes = dict(bus_bytes=count * page_bytes + fewer * plain, host_bytes=plain + per_token, device_bytes=digests)
                 row = dict(form="look", budget=budget, pages=count, equal_bytes=wanted is None, exact=fewer)
-                yield row | coding._asdict() | _figures(errors, **sizes)
+                for least in opened if len(paged[0].index.levels) > 1 else (None,):
+                    errors = [x.error(_look(x, y, count, fewer, least)) for x, y in zip(paged, decoded, strict=True)]
+                    yield row | dict(opened=least) | coding._asdict() | _figures(errors, **sizes)
             for wanted in (0, 64, 192) if budget == max(budgets) and coding.value_bits else ():
                 errors = [x.error(_packed(x, y, wanted)) for x, y in zip(paged, decoded, strict=True)]
                 sizes = dict(bus_bytes=wanted * plain, host_bytes=plain if wanted else 0, device_bytes=per_token)
@@ -179,8 +185,8 @@ def _today(x: Paged, pages: int, budget: int) -> jax.Array:
     return jnp.stack(outputs)
 
 
-def _look(x: Paged, decoded, pages: int, exact: int) -> jax.Array:
-    chosen, rest = look(x.q, x.index, pages)
+def _look(x: Paged, decoded, pages: int, exact: int, opened: int | None) -> jax.Array:
+    chosen, rest = look(x.q, x.index, pages) if opened is None else walked(x.q, x.index, pages=pages, opened=opened)
     chosen = chosen[..., : x.pages[0].shape[2]]  # without the index's padding
     return attend(x.q, x.near, tuple(y[0] for y in x.pages), decoded[:2], chosen, rest, exact=exact)
 
@@ -206,7 +212,7 @@ def _bits(option: str) -> list[tuple[int, int]]:
 def measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict]:
     """Yields the rows of all texts and lengths; InputError for invalid options."""
     budgets = numbers("--budgets", arguments.budgets, least=64)
-    lengths = numbers("--lengths", arguments.lengths, least=2 * max(budgets), most=36_000)  # one level of digests
+    lengths = numbers("--lengths", arguments.lengths, least=2 * max(budgets), most=LONGEST)
     pages = [None if x == "equal" else numbers("--pages", x)[0] for x in arguments.pages.split(",")]
     texts, scales = listed("--texts", arguments.texts, task.KINDS), listed("--scales", arguments.scales, SCALES)
     by_token = [name == "token" for name in listed("--values", arguments.values, ("channel", "token"))]
@@ -214,13 +220,18 @@ def measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict]:
     policies = arguments.policies.split(",") if arguments.policies else []
     for policy in policies:
         policy_from(policy)
-    seed, most_exact = integer("--seed", arguments.seed, least=0), arguments.exact
+    seed, most_exact, tile = integer("--seed", arguments.seed, least=0), arguments.exact, arguments.tile
+    tile = None if tile is None else integer("--tile", tile, least=max(lengths), most=2**21)
+    opened = numbers("--opened", arguments.opened, least=1)
+    chosen_layers = None if arguments.layers is None else numbers("--layers", arguments.layers, least=0)
     most_exact = None if most_exact is None else integer("--exact", most_exact, least=0)
     parts = itertools.product(_bits(arguments.bits), scales, by_token, centred)
     codings = [Coding(*bits, *rest) for bits, *rest in parts if bits[1] or not rest[1]]  # without values nothing is by token
     ((name, model, tokenizer),) = panel.readers(arguments.model, dtype="float32")
     if policies and any(window is not None for window in model.config.windows):
         raise InputError(f"--policies needs a model of full attention, {name} has sliding windows")
+    if policies and tile:
+        raise InputError("--policies needs texts, got --tile")
     channels = dict(balance=not arguments.no_balance)
     environment = channels | dict(device=str(devices.device().device_kind), jax=jax.__version__)
     for length, kind in itertools.product(lengths, texts):
@@ -228,9 +239,16 @@ def measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict]:
         by_layer = layer_policies(icejax.Clustered(), model.config, capacity=length + QUERIES)
         captured = capture(model, ids[:length], ids[length:], **channels)
         layers = [x for x in captured if not isinstance(by_layer[x.layer], Full)]
+        if chosen_layers is not None:
+            layers = [x for x in layers if x.layer in chosen_layers]
+            if not layers:
+                raise InputError(f"--layers must name layers that clustered retrieves in, got {arguments.layers}")
+        if tile:
+            rng = np.random.default_rng((seed, length))
+            layers = [tiled(x, tile, rng) for x in layers]
         console.print(f"{name}, {kind}, {length} tokens: {len(layers)} of {len(by_layer)} layers")
-        labels = dict(model=name, text=kind, length=length, layers=len(layers))
-        for row in rows(layers, budgets=budgets, pages=pages, codings=codings, most_exact=most_exact):
+        labels = dict(model=name, text=kind, length=tile or length, layers=len(layers)) | (dict(tiled=length) if tile else {})
+        for row in rows(layers, budgets=budgets, pages=pages, codings=codings, most_exact=most_exact, opened=opened):
             yield labels | row | environment
         for row in policy_rows(model, policies, ids, length, [x.layer for x in layers]) if policies else ():
             yield labels | row | environment
@@ -242,7 +260,8 @@ def line(row: dict) -> str:
     values = {True: "token", False: "channel", None: ""}[row.get("by_token")]
     scales = row.get("scales", "") + ("-c" if row.get("centred") else "")
     name = row.get("policy", row["form"])
-    words = (name, row.get("budget", ""), bits, scales, values, row.get("pages", ""), row.get("exact", ""))
+    opened = row.get("opened") or ""
+    words = (name, row.get("budget", ""), bits, scales, values, row.get("pages", ""), opened, row.get("exact", ""))
     sizes = (f"{row[name]:.0f}" for name in ("bus_bytes", "host_bytes", "device_bytes"))
     return " ".join(f"{word!s:>9}" for word in (*words, f"{row['error']:.4f}", *sizes))
 
@@ -252,6 +271,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", default=ASSETS, help=panel.ANY)
     parser.add_argument("--texts", default="code,documentation", help=f"kinds of text, of {', '.join(task.KINDS)}")
     parser.add_argument("--lengths", default="4096", help="tokens of a text, comma-separated")
+    parser.add_argument("--tile", type=int, help="repeat each text's keys and values with noise up to so many tokens")
+    parser.add_argument("--layers", help="numbers of the layers that are measured (default: all that retrieve)")
+    parser.add_argument("--opened", default=str(DEFAULT_OPENED), help="least nodes opened per level (default: %(default)s)")
     parser.add_argument("--budgets", default="64,256")
     parser.add_argument("--pages", default="equal,112,160,224,448", help="pages whose codes are read; equal: by bytes")
     parser.add_argument("--exact", type=int, help="most page tokens that `look` attends exactly (default: by the budget)")

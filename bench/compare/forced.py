@@ -15,6 +15,7 @@ continuation's tokens whatever it would have chosen itself. A line per question 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import zlib
@@ -35,6 +36,7 @@ from icejax.cache.options import make_policy
 from icejax.cache.pool.page_format import pool_bytes, pool_shapes
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import Clustered, Full, Ring, layer_policies
+from icejax.engine.plan import Plan
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 
@@ -96,20 +98,30 @@ class Forced(Subject):
         )
         return {name: float(f"{value:.5g}") for name, value in figures.items()} | self.bytes_16(fetched)
 
+    @functools.cached_property
+    def plan_16(self) -> Plan:
+        """The plan as if keys and values had 16 bits."""
+        return dataclasses.replace(self._plan, spec=dataclasses.replace(self._plan.spec, dtype="bfloat16"))
+
+    @functools.cached_property
+    def device_bytes_16(self) -> int:
+        """Bytes on the device as if keys and values had 16 bits."""
+        layers = collections.Counter((policy, self.plan_16.spec_of(i)) for i, policy in enumerate(self.plan_16.policies))
+        sizes = {layer: nbytes(jax.eval_shape(functools.partial(layer[0].init, layer[1]))) for layer in layers}
+        return sum(count * sizes[layer] for layer, count in layers.items())
+
     def bytes_16(self, fetched: float) -> dict[str, int]:
         """Returns bytes on the device, in host memory, and moved per step, as if keys and values had 16 bits.
 
         Args:
             fetched: mean number of pages or slots fetched per step.
         """
-        plan = dataclasses.replace(self._plan, spec=dataclasses.replace(self._plan.spec, dtype="bfloat16"))
-        states = [jax.eval_shape(functools.partial(policy.init, plan.spec_of(i))) for i, policy in enumerate(plan.policies)]
-        extents = self.extents
+        plan, extents = self.plan_16, self.extents
         if plan.pooled and getattr(policy := plan.policies[plan.pooled[0]], "look", None):  # codes count as slots of fp32
             units = fetched_per_step(policy, plan.prompt_pages + plan.growth_pages, plan)
             fetched = units * len(plan.pooled) * plan.spec.num_kv_heads
         return dict(
-            device_bytes=nbytes(states),
+            device_bytes=self.device_bytes_16,
             host_bytes=pool_bytes(pool_shapes(*plan.pool_sizes(extents))) if extents else 0,
             moved_bytes=round(fetched * fetched_bytes(plan)),
         )

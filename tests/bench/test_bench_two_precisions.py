@@ -142,6 +142,21 @@ def test_pages_are_chosen_and_the_rest_weighed_as_the_walk_does(layer):
         np.testing.assert_allclose(rest.lse[i], walk.tail_lse[0], rtol=1e-5)
 
 
+def test_a_tree_whose_nodes_are_all_opened_chooses_as_the_flat_scan():
+    rng = np.random.default_rng(1)
+    k, v = (rng.standard_normal((HEADS, 40_000, SIZE)).astype(np.float32) for _ in range(2))
+    q = 2 * rng.standard_normal((2, HEADS * GROUP, SIZE)).astype(np.float32)
+    long = Captured(*map(jnp.asarray, (q, k, v)), layer=0, guess=None)
+    index, q = index_of(form(long, "positional", 16, *residents(64))), long.q.reshape(2, HEADS, GROUP, SIZE)
+    assert len(index.levels) == 2
+    (chosen, rest), (nodes_of_all, tail) = coded_attention.look(q, index, 12), coded_attention.walked(q, index, pages=12, opened=4096)
+    assert (chosen == nodes_of_all).all() and chosen.sum() == 2 * HEADS * 12
+    np.testing.assert_allclose(rest.out, tail.out, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(rest.lse, tail.lse, rtol=1e-5)
+    few = coded_attention.walked(q, index, pages=12, opened=1)[0]
+    assert few.sum() == chosen.sum() and (few != chosen).any()
+
+
 @pytest.mark.slow
 def test_command_prints_rows_of_equal_bytes(capsys):
     options = ["--texts", "code", "--lengths", "700", "--budgets", "64", "--bits", "4,8/2,2/0", "--pages", "equal"]
@@ -158,6 +173,9 @@ def test_command_prints_rows_of_equal_bytes(capsys):
     ]
     today = rows[3]["bus_bytes"]
     assert all(row["bus_bytes"] <= 1.05 * today for row in rows if row["form"] == "look")
+    assert two_precisions.main([*options, "--tile", "3000", "--layers", "2"]) == 0
+    tiled = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {(row["length"], row["tiled"], row["layers"]) for row in tiled} == {(3000, 700, 1)}
     assert all(row["layers"] == 4 and 0 < row["error"] < 0.5 for row in rows) and len(err.splitlines()) == len(rows) + 1
 
 
