@@ -6,7 +6,8 @@ seconds per token after it (the median of an answer), both the median of `--repe
 the machine's load before the run. A run before them compiles icejax's programs, and reads llama.cpp's weights from the disk.
 
 llama.cpp runs in Node.js: npm installs node-llama-cpp and its binary for the CPU in the user's cache directory, where they are
-missing. `--page rows.jsonl` prints the tables of such rows.
+missing. `--chat FILE` asks with a message in the model's chat template instead. `--page rows.jsonl` prints the tables of such
+rows.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ import icejax
 from bench import published
 from bench.flags import listed, numbers
 from bench.markdown import table
+from icejax.api.prompts import chat
 from icejax.cache.options import make_policy
 from icejax.checkpoint.folder import resolve
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
 from icejax.runtime import devices
 from icejax.runtime.compile_cache import keep_programs
+from icejax.text.encode import encode
 from icejax.text.tokenizer import load_tokenizer
 
 ROOT, SCRIPT = Path(__file__).parent.parent, Path(__file__).with_suffix(".mjs")
@@ -63,11 +66,18 @@ def text_tokens(tokenizer: Any, count: int) -> list[int]:
     raise InputError(f"icejax's source code has {len(ids)} tokens: expected a smaller number than {count}")
 
 
-def ours(cache: str, model: str, length: int, new_tokens: int, repeats: int) -> dict[str, Any]:
+def prompt_tokens(tokenizer: Any, asked: int | Path) -> list[int]:
+    """Returns the token ids of a prompt: as many as asked of icejax's source code, or a file's text as a chat's one message."""
+    if isinstance(asked, int):
+        return text_tokens(tokenizer, asked)
+    return encode(tokenizer, chat(tokenizer, asked.read_text()))
+
+
+def ours(cache: str, model: str, asked: int | Path, new_tokens: int, repeats: int) -> dict[str, Any]:
     """Returns the measurements of icejax; the caller runs it in a process of its own."""
     keep_programs(None)
     loaded, tokenizer = icejax.load(model)
-    prompt = text_tokens(tokenizer, length)
+    prompt = prompt_tokens(tokenizer, asked)
     options = dict(cache=make_policy(cache, {}), max_new_tokens=new_tokens + 1)
     answers = [icejax.generate(loaded, tokenizer, [prompt], **options)[0] for _ in range(1 + repeats)][1:]
     return dict(
@@ -120,29 +130,32 @@ def install() -> Path:
     return folder
 
 
-def rows(model: str, file: Path, lengths: list[int], subjects: list[str], new_tokens: int, repeats: int) -> Iterator[dict]:
-    """Yields a row per length and subject."""
+def rows(
+    model: str, file: Path, prompts: Sequence[int | Path], subjects: list[str], new_tokens: int, repeats: int
+) -> Iterator[dict]:
+    """Yields a row per prompt (`prompt_tokens`) and subject."""
     folder = install() if set(subjects) & THEIRS.keys() else None
     spawn, sizes = multiprocessing.get_context("spawn"), (new_tokens, repeats)
-    for length, subject in itertools.product(lengths, subjects):
+    for asked, subject in itertools.product(prompts, subjects):
         load = os.getloadavg()[0]
         if subject in OURS:
             with ProcessPoolExecutor(1, mp_context=spawn) as process:
-                found = process.submit(ours, OURS[subject], str(file), length, *sizes).result()
+                found = process.submit(ours, OURS[subject], str(file), asked, *sizes).result()
+                prompt = found["prompt"]
         else:
             with ProcessPoolExecutor(1, mp_context=spawn) as process:
-                prompt = process.submit(_prompt, str(file), length).result()
+                prompt = process.submit(_prompt, str(file), asked).result()
             found = theirs(subject, folder, str(file), prompt, *sizes)
         times = {name: round(statistics.median(found[name]), 4) for name in ("ttft_s", "tpot_s")}
-        yield dict(model=model, file=file.name, subject=subject, length=length, new_tokens=new_tokens) | times | dict(
+        yield dict(model=model, file=file.name, subject=subject, length=len(prompt), new_tokens=new_tokens) | times | dict(
             ttft_runs_s=[round(x, 4) for x in found["ttft_s"]], tpot_runs_s=[round(x, 4) for x in found["tpot_s"]],
             answer=found["answers"][0], peak_rss_bytes=found["peak_rss_bytes"], load=round(load, 2), cores=psutil.cpu_count(),
             repeats=repeats, version=found["version"],
         )  # fmt: skip
 
 
-def _prompt(model: str, length: int) -> list[int]:
-    return text_tokens(load_tokenizer(resolve(model)), length)
+def _prompt(model: str, asked: int | Path) -> list[int]:
+    return prompt_tokens(load_tokenizer(resolve(model)), asked)
 
 
 def page(rows: list[dict]) -> Iterator[str]:
@@ -167,6 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.llama_cpp", description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="smollm2-135m,qwen2.5-coder-0.5b", help="of bench.published (default: %(default)s)")
     parser.add_argument("--lengths", default="512,4096,7900", help="tokens of the prompt (default: %(default)s)")
+    parser.add_argument("--chat", type=Path, metavar="FILE", help="a message to ask in the chat template, instead of --lengths")
     parser.add_argument("--subjects", help=f"separated by semicolons, of {'; '.join(SUBJECTS)} (default: all)")
     parser.add_argument("--new-tokens", type=int, default=64, help="timed tokens after the first (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=1, help="timed runs of each row (default: %(default)s)")
@@ -181,9 +195,12 @@ def main(argv: list[str] | None = None) -> int:
         if unknown := [subject for subject in subjects if subject not in SUBJECTS]:
             raise InputError(f"--subjects must be of {'; '.join(SUBJECTS)}, got {'; '.join(unknown)!r}")
         sizes = [integer(f"--{name}", getattr(arguments, name.replace("-", "_"))) for name in ("new-tokens", "repeats")]
+        prompts = lengths if arguments.chat is None else [arguments.chat]
+        if arguments.chat is not None and not arguments.chat.is_file():
+            raise InputError(f"--chat must be a text file, found none at {arguments.chat}")
         for model in models:
             file = published.gguf(model, say=lambda line: print(line, file=sys.stderr, flush=True))
-            for row in rows(model, file, lengths, subjects, *sizes):
+            for row in rows(model, file, prompts, subjects, *sizes):
                 print(json.dumps(row), flush=True)
     except (InputError, OSError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")

@@ -1,5 +1,6 @@
 """`bench.llama_cpp`: both programs get the same tokens, and the table has their figures."""
 
+import copy
 import json
 import shutil
 import subprocess
@@ -57,12 +58,21 @@ def test_the_prompt_is_the_first_tokens_of_the_source(bundled):
         llama_cpp.text_tokens(tokenizer, 10**8)
 
 
+def test_a_chat_is_a_file_in_the_template(bundled, tmp_path):
+    tokenizer = copy.deepcopy(bundled[1])
+    tokenizer.chat_template = "Q: {{ messages[0].content }}\nA:"
+    (tmp_path / "question.txt").write_text("Why?")
+    assert tokenizer.decode(llama_cpp.prompt_tokens(tokenizer, tmp_path / "question.txt")) == "Q: Why?\nA:"
+    assert llama_cpp.prompt_tokens(tokenizer, 9) == llama_cpp.text_tokens(tokenizer, 9)
+
+
 @pytest.mark.parametrize(
     "line, message",
     [
         (["--models", "gpt"], "--models must be of smollm2-135m, qwen2.5-coder-0.5b, gemma-3-270m, got 'gpt'"),
         (["--subjects", "icejax full;ollama"], "--subjects must be of icejax full; icejax clustered; "),
         (["--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["--chat", "/no/such"], "--chat must be a text file, found none at /no/such"),
         (["--page", "/no/such"], "No such file or directory"),
     ],
 )

@@ -149,7 +149,10 @@ def test_a_tree_whose_nodes_are_all_opened_chooses_as_the_flat_scan():
     long = Captured(*map(jnp.asarray, (q, k, v)), layer=0, guess=None)
     index, q = index_of(form(long, "positional", 16, *residents(64))), long.q.reshape(2, HEADS, GROUP, SIZE)
     assert len(index.levels) == 2
-    (chosen, rest), (nodes_of_all, tail) = coded_attention.look(q, index, 12), coded_attention.walked(q, index, pages=12, opened=4096)
+    (chosen, rest), (nodes_of_all, tail) = (
+        coded_attention.look(q, index, 12),
+        coded_attention.walked(q, index, pages=12, opened=4096),
+    )
     assert (chosen == nodes_of_all).all() and chosen.sum() == 2 * HEADS * 12
     np.testing.assert_allclose(rest.out, tail.out, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(rest.lse, tail.lse, rtol=1e-5)
