@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ from rich.progress import track
 import icejax
 from bench import panel, texts
 from bench.capture import Captured, capture
-from bench.flags import listed, numbers
+from bench.flags import listed, numbers, print_rows
 from bench.methods import WHOLE, form, residents
 from bench.needle import task
 from bench.needle.evaluate import SHORTEST
@@ -263,11 +262,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--budgets", default="64,256")
     arguments = parser.parse_args(argv)
     environment = dict(device=str(devices.device().device_kind), jax=jax.__version__)
-    try:
-        for figures in rows(arguments):
-            print(json.dumps(figures | environment), flush=True)
-    except InputError as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    print_rows(parser, (figures | environment for figures in rows(arguments)))
     return 0
 
 

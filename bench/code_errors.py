@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,7 +31,7 @@ import icejax
 from bench import published
 from bench.calibrate import LAST, rank_correlation
 from bench.capture import capture
-from bench.flags import listed, numbers
+from bench.flags import listed, numbers, print_rows
 from bench.methods import residents
 from bench.needle import task
 from bench.page_attention import from_keys_of
@@ -42,7 +41,6 @@ from icejax.api.generate import ASSETS
 from icejax.cache.bases.reranking import KEY_ONLY_FACTOR, pages_for
 from icejax.cache.policies.tolerant import COVERED
 from icejax.cache.registry import Full, layer_policies
-from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
 from icejax.ops.attention.dense import Attended, Scoring, attend_with_lse, merge_by_lse
 from icejax.ops.pages import tree_walk
@@ -185,11 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--bits", default="2,3,4,8", help="bits of a code")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
-    try:
-        for row in measured(arguments):
-            print(json.dumps(row), flush=True)
-    except InputError as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    print_rows(parser, measured(arguments))
     return 0
 
 

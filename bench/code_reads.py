@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax.checks.errors import InputError
+from bench.flags import print_rows
 from icejax.checks.numbers import integer
 from icejax.ops.pages import key_codes
 from icejax.ops.topk import best
@@ -159,11 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pages", type=int, default=2048, help="pages of a KV head")
     parser.add_argument("--repeats", type=int, default=30)
     arguments = parser.parse_args(argv)
-    try:
-        for row in measured(arguments):
-            print(json.dumps(row), flush=True)
-    except InputError as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    print_rows(parser, measured(arguments))
     return 0
 
 

@@ -1,8 +1,10 @@
-"""Command-line values that several benches parse: lists, and compiler options as ``--flag NAME=VALUE``."""
+"""What the commands of `bench/` share: lists and compiler options as values of options, and the rows that they print."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import argparse
+import json
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from icejax.checks.errors import InputError
@@ -42,3 +44,15 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"results must go to a folder, {folder} cannot be one: {error.strerror}") from None
+
+
+def print_rows(parser: argparse.ArgumentParser, rows: Iterable[dict]) -> list[dict]:
+    """Prints each row as a JSON line once it is measured, and returns all; InputError becomes one line and exit status 2."""
+    printed = []
+    try:
+        for row in rows:
+            print(json.dumps(row), flush=True)
+            printed.append(row)
+    except InputError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    return printed

@@ -16,7 +16,6 @@ A budget includes the sinks and the full window of the clustered cache: 32 and 3
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from rich.progress import track
 
 from bench import panel, texts
 from bench.capture import Captured, capture, needle_prompt, tiled
-from bench.flags import listed, numbers
+from bench.flags import listed, numbers, print_rows
 from bench.methods import FORMATIONS, SETS, Method, form, residents
 from bench.needle.evaluate import SHORTEST
 from bench.page_attention import (
@@ -49,7 +48,6 @@ from icejax.api.generate import ASSETS
 from icejax.cache.bases.reranking import KEY_ONLY_FACTOR, pages_for
 from icejax.cache.policies.coded import OVERSAMPLING
 from icejax.cache.pool.page_format import decode_pages, encode_pages
-from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer, number
 from icejax.ops.pages.code_attention import encode_pages as encode_codes
 from icejax.runtime import devices
@@ -226,11 +224,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="one prompt of 4,096 tokens, two formations, two budgets")
     arguments = parser.parse_args(argv)
-    try:
-        for row in measured(arguments, Console(stderr=True)):
-            print(json.dumps(row), flush=True)
-    except InputError as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    print_rows(parser, measured(arguments, Console(stderr=True)))
     return 0
 
 

@@ -22,9 +22,8 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -39,7 +38,7 @@ from bench.coded_attention import Coding, attend, attend_dense, coded, kivi_keys
 from bench.compare.cells import policy_from
 from bench.compare.subject import Subject
 from bench.compare.text import SHORT, Text
-from bench.flags import listed, numbers
+from bench.flags import listed, numbers, print_rows
 from bench.methods import RERANKED, form, residents
 from bench.needle import task
 from bench.page_attention import attention_of_keys, error, index_of, select
@@ -123,9 +122,12 @@ def rows(
         digests /= paged[0].k.shape[0] * paged[0].k.shape[1]
         plain = 2 * WIDTH * size
         bus = keys_of * PAGE * WIDTH * size + exact * WIDTH * size
-        errors = [x.error(_today(x, keys_of, budget)) for x in paged]
-        sizes = dict(bus_bytes=bus, host_bytes=plain, device_bytes=digests)
-        yield dict(form="today", budget=budget, pages=keys_of, exact=exact) | _figures(errors, **sizes)
+        by_tree = opened if len(paged[0].index.levels) > 1 else (None,)
+        for least in by_tree:
+            errors = [x.error(_today(x, keys_of, budget, least)) for x in paged]
+            sizes = dict(bus_bytes=bus, host_bytes=plain, device_bytes=digests)
+            row = dict(form="today", budget=budget, pages=keys_of, opened=least, exact=exact)
+            yield row | _figures(errors, **sizes)
         for coding in codings:
             decoded = [coded(x.pages, x.index, coding) for x in paged]
             page_bytes = decoded[0].page_bytes
@@ -136,7 +138,7 @@ def rows(
                 count = min(count, paged[0].pages[0].shape[2])
                 sizes = dict(bus_bytes=count * page_bytes + fewer * plain, host_bytes=plain + per_token, device_bytes=digests)
                 row = dict(form="look", budget=budget, pages=count, equal_bytes=wanted is None, exact=fewer)
-                for least in opened if len(paged[0].index.levels) > 1 else (None,):
+                for least in by_tree:
                     errors = [x.error(_look(x, y, count, fewer, least)) for x, y in zip(paged, decoded, strict=True)]
                     yield row | dict(opened=least) | coding._asdict() | _figures(errors, **sizes)
             for wanted in (0, 64, 192) if budget == max(budgets) and coding.value_bits else ():
@@ -177,10 +179,10 @@ def policy_rows(model, names: list[str], ids: list[int], length: int, layers: li
         yield row | _figures(errors, bus_bytes=0, host_bytes=0, device_bytes=device_bytes)
 
 
-def _today(x: Paged, pages: int, budget: int) -> jax.Array:
-    outputs = []
+def _today(x: Paged, pages: int, budget: int, opened: int | None) -> jax.Array:
+    outputs, method = [], replace(RERANKED, opened=opened)
     for q in x.q:
-        selection = select(q[None], x.pages, x.index, fetched=pages, method=RERANKED)
+        selection = select(q[None], x.pages, x.index, fetched=pages, method=method)
         outputs.append(attention_of_keys(q[None], x.k, x.v, x.pages, x.index, selection, budget=budget)[0])
     return jnp.stack(outputs)
 
@@ -266,6 +268,13 @@ def line(row: dict) -> str:
     return " ".join(f"{word!s:>9}" for word in (*words, f"{row['error']:.4f}", *sizes))
 
 
+def told(rows: Iterable[dict], console: Console) -> Iterator[dict]:
+    """Yields the rows, and writes each on the console."""
+    for row in rows:
+        console.print(line(row))
+        yield row
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.two_precisions", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=ASSETS, help=panel.ANY)
@@ -288,12 +297,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
-        for row in measured(arguments, console):
-            console.print(line(row))
-            print(json.dumps(row), flush=True)
-    except InputError as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    print_rows(parser, told(measured(arguments, console), console))
     return 0
 
 

@@ -12,19 +12,17 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import itertools
-import json
 import sys
 
 import jax
 from rich.console import Console
 
 from bench import shapes
-from bench.flags import flag, numbers
+from bench.flags import flag, numbers, print_rows
 from bench.program import compile, estimate, report, targets
 from icejax.cache.options import cache_options, make_policy
 from icejax.checkpoint.quantized.rounding import METHODS
 from icejax.checks import numbers as ranges
-from icejax.checks.errors import InputError
 
 PLAIN = "plain"  # weights in the dtype of --dtype
 OURS = ("clustered", "coded", "packed", "tolerant")  # caches that take --cache-option
@@ -86,13 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--flag", action="append", default=[], metavar="NAME=VALUE", help="a compiler option; repeatable")
     arguments = parser.parse_args(argv)
     compile.without_devices()
-    printed = []
-    try:
-        for row in rows(arguments):
-            print(json.dumps(row), flush=True)
-            printed.append(row)
-    except InputError as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    printed = print_rows(parser, rows(arguments))
     console = Console(stderr=True, width=180)
     for table in report.tables(printed):
         console.print(table)
