@@ -9,7 +9,7 @@ from icejax.cache.registry import Clustered, Full
 from icejax.session.session import Session
 from tests import tolerances
 from tests.helpers import families
-from tests.helpers.layer import Layer, attended, dense, draw, programs
+from tests.helpers.layer import Layer, attended, dense, draw
 from tests.helpers.letters import Letters
 from tests.helpers.policies import EXACT, OF_BASES, POLICIES, by_row
 
@@ -56,15 +56,19 @@ def test_full_budget_with_unfilled_sinks_equals_dense_attention(keys_first):
 
 @policies
 def test_nan_in_padding_and_empty_slots_never_leaks(row):
+    """The steps, before and after flushes and compactions, have one trace."""
     prompt, new = draw(LENGTHS, STEPS)
     clean = Layer(row.small, LENGTHS, *prompt)
-    expected = [clean.step(*(x[step] for x in new)) for step in range(STEPS)]
+    expected = [clean.step(*(x[0] for x in new))]
+    traces = clean.programs.traces[0]
+    expected += [clean.step(*(x[step] for x in new)) for step in range(1, STEPS)]
     for x in prompt:
         for i, length in enumerate(LENGTHS):
             x[i, length:] = np.nan
     dirty = Layer(row.small, LENGTHS, *prompt)
     for step in range(STEPS):
         np.testing.assert_array_equal(dirty.step(*(x[step] for x in new)), expected[step], err_msg=f"step {step}")
+    assert dirty.programs.traces == [traces]
 
 
 @policies
@@ -149,16 +153,6 @@ def test_a_session_asks_twice_and_is_kept(row, tmp_path, model):
     whole_text = Letters().decode(session.token_ids[: 153 + first.new_tokens + 60])
     (expected,) = icejax.generate(model, Letters(), whole_text, cache=Full(), max_new_tokens=20)
     assert first.new_tokens == 20 and second.token_ids == resumed.token_ids == expected.token_ids
-
-
-@policies
-def test_one_trace_of_the_decode_program(row):
-    programs.cache_clear()
-    prompt, new = draw(LENGTHS, STEPS)
-    layer = Layer(row.small, LENGTHS, *prompt)
-    for step in range(STEPS):
-        layer.step(*(x[step] for x in new))
-    assert layer.programs.traces == [1]
 
 
 @policies
