@@ -14,6 +14,8 @@ from tests.helpers.letters import Letters
 from tests.helpers.policies import EXACT, OF_BASES, POLICIES, by_row
 
 LENGTHS, STEPS = (250, 9, 100), 40
+# Tests of budgets for all tokens share programs, and have a soft cap of scores as in Gemma 2; other tests have none.
+TOTAL, SOFTCAP = 350, 2.0
 policies = pytest.mark.parametrize("row", by_row())
 exact_ones = pytest.mark.parametrize("row", by_row(rows=EXACT))
 
@@ -26,14 +28,14 @@ def model(tmp_path_factory):
 @exact_ones
 def test_budget_for_all_tokens_equals_dense_attention(row):
     prompt, new = draw(LENGTHS, STEPS)
-    layer = Layer(row.exact(max(LENGTHS) + STEPS), LENGTHS, *prompt)
+    layer = Layer(row.exact(TOTAL), LENGTHS, *prompt, softcap=SOFTCAP)
     for step in range(STEPS):
         out = layer.step(*(x[step] for x in new))
-        np.testing.assert_allclose(
-            out, dense(prompt, new, LENGTHS, step), rtol=0, atol=tolerances.EXACT, err_msg=f"step {step}"
-        )
+        expected = dense(prompt, new, LENGTHS, step, SOFTCAP)
+        np.testing.assert_allclose(out, expected, rtol=0, atol=tolerances.EXACT, err_msg=f"step {step}")
 
 
+@pytest.mark.slow
 def test_sinks_may_be_most_of_a_budget():
     """With that many sinks fewer tokens of pages are ranked than the budget holds."""
     prompt, new = draw((256,), 1)
@@ -104,15 +106,15 @@ def test_rows_of_a_ragged_batch_equal_the_rows_alone(row):
 def test_more_tokens_behind_a_cache_see_all_before_them(row, enough):
     """After steps that flush and compact; padding holds NaN.
 
-    With a budget for all tokens the decode steps are exact too. Scores then have a soft cap, as in Gemma 2; the log-sum-exp,
-    which layers with attention sinks need, is compared as well.
+    With a budget for all tokens the decode steps are exact too. The log-sum-exp, which layers with attention sinks need, is
+    compared as well.
     """
-    new, total = (30, 7, 50), 350
+    new = (30, 7, 50)
     prompt, _ = draw(LENGTHS, 1)
     rng = np.random.default_rng(1)
-    text = [np.concatenate([x, rng.standard_normal((3, total - x.shape[1], *x.shape[2:])).astype(x.dtype)], 1) for x in prompt]
-    softcap = 2.0 if enough else None
-    layer = Layer(row.exact(total) if enough else row.small, LENGTHS, *(x[:, :256] for x in text), softcap=softcap)
+    text = [np.concatenate([x, rng.standard_normal((3, TOTAL - x.shape[1], *x.shape[2:])).astype(x.dtype)], 1) for x in prompt]
+    softcap = SOFTCAP if enough else None
+    layer = Layer(row.exact(TOTAL) if enough else row.small, LENGTHS, *(x[:, :256] for x in text), softcap=softcap)
     positions = np.asarray(LENGTHS)
 
     def check(out, lse, step) -> None:
@@ -163,6 +165,7 @@ def test_state_is_a_plain_pytree(row):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), layer.state)
 
 
+@pytest.mark.slow
 def test_clustered_attends_to_no_more_tokens_than_its_budget():
     """Values are one-hot by position, so the output shows which tokens have weight."""
     lengths, steps = (200,), 40

@@ -117,7 +117,7 @@ def assert_equal(actual: GenerationResponse, expected: GenerationResponse) -> No
     np.testing.assert_allclose(*scores, rtol=0, atol=tolerances.LOGITS)
 
 
-@pytest.mark.parametrize("name", ["clustered", *map(slow, ("full", "coded", "packed", "snapkv"))])
+@pytest.mark.parametrize("name", ["full", *map(slow, ("clustered", "coded", "packed", "snapkv"))])
 def test_rows_that_come_and_go_equal_rows_that_begin_together(model, of_full_cache, name):
     for actual, expected in zip(answers_at_all_phases(model, CACHES[name]), of_full_cache, strict=True):
         assert_equal(actual, expected)
