@@ -23,7 +23,10 @@ ORACLES = {
 }
 
 
-@pytest.mark.parametrize("name", ORACLES)
+NOT_SLOW = ("topk", "topp")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in NOT_SLOW else pytest.mark.slow) for x in ORACLES])
 def test_the_tokens_of_highest_score_are_attended_to(name):
     policy, make = ORACLES[name]
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)

@@ -204,7 +204,9 @@ def test_groups_without_range_and_beyond_fp16_stay_finite():
         np.testing.assert_array_equal(jitted(lambda x: decode(*encode(x)), np.zeros((1, 32), np.float32)), 0)  # noqa: B023
 
 
-@pytest.mark.parametrize("policy, tokens", [(Q4_0(), 100), (Kivi(residual=64), 60)], ids=["q4_0", "kivi"])
+@pytest.mark.parametrize(
+    "policy, tokens", [(Q4_0(), 100), pytest.param(Kivi(residual=64), 60, marks=pytest.mark.slow)], ids=["q4_0", "kivi"]
+)
 def test_a_cache_forgets_its_end(policy, tokens):
     """After a text that is forgotten, another text has the attention that it has without the first."""
     prompt, _ = draw((tokens,), 0)

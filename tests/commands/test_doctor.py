@@ -40,6 +40,7 @@ def test_the_length_where_caches_cross_is_that_of_the_choice(capsys, bundled):
     assert capsys.readouterr().err.startswith("icejax.doctor: error: ")
 
 
+@pytest.mark.slow
 def test_a_backend_that_fails_is_shown_with_its_reason(capsys, monkeypatch):
     def refuse(table, rows):
         raise NotImplementedError("not here")

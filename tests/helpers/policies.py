@@ -120,7 +120,7 @@ POLICIES = (
     Row("packed-alone", Packed(budget=64, exact=0), None, keeps_all=False, slow=True),
     Row("quest", Quest(budget=64), lambda n: Quest(budget=2 * n)),
     Row("snapkv", SnapKV(budget=64, window=16), lambda n: SnapKV(budget=n), keeps_all=False),
-    Row("h2o", H2O(budget=64, recent=16), lambda n: H2O(budget=n), keeps_all=False),
+    Row("h2o", H2O(budget=64, recent=16), lambda n: H2O(budget=n), keeps_all=False, slow=True),
     Row("keydiff", KeyDiff(budget=64), lambda n: KeyDiff(budget=n), keeps_all=False, slow=True),
     Row(
         "pyramidkv",
@@ -162,7 +162,7 @@ POLICIES = (
 )
 EXACT = [row for row in POLICIES if row.exact is not None]
 OF_BASES = [
-    row for row in EXACT if not row.slow or row.name == "clustered-resident"
+    row for row in EXACT if not row.slow or row.name in ("clustered-resident", "h2o")
 ]  # a row per base, for tests that run whole models
 
 
