@@ -56,8 +56,8 @@ FAULTS = (
     ("ops/topk.py", "((other == own) & before)", "(other == own)", "ops/test_accelerator_forms.py::test_the_best_are_the_first_of_a_stable_sort"),
     ("ops/quantized/rounding.py", "/ most, least", "/ (0.8 * most), least", "cache/test_page_format.py::test_int8_pages_are_within_half_a_step"),
     ("cache/pool/page_format.py", "[lax.bitcast_convert_type(codes, jnp.uint8), scale]", "[scale, lax.bitcast_convert_type(codes, jnp.uint8)]", "cache/test_page_format.py::test_int8_pages_are_within_half_a_step"),
-    ("cache/pool/page_format.py", "(0, width - x.shape[-1])", "(width - x.shape[-1], 0)", "cache/test_latent_layers.py::test_a_budget_for_all_tokens_equals_float64"),
-    ("cache/protocol.py", "planes[-1][..., : self.v.shape[-1]]", "planes[-1][..., -self.v.shape[-1] :]", "cache/test_latent_layers.py::test_a_budget_for_all_tokens_equals_float64"),
+    ("cache/pool/page_format.py", "(0, width - x.shape[-1])", "(width - x.shape[-1], 0)", "cache/test_latent_layers.py::test_a_budget_for_all_tokens_equals_float64[narrow-quest]"),
+    ("cache/protocol.py", "planes[-1][..., : self.v.shape[-1]]", "planes[-1][..., -self.v.shape[-1] :]", "cache/test_latent_layers.py::test_a_budget_for_all_tokens_equals_float64[latent-clustered]"),
     ("cache/pool/host_pool.py", "missing &= ~self.ended[:, None, None]", "pass", "engine/test_prefill_and_decode.py::test_rows_that_have_ended_cost_no_fetches[True]"),
     ("cache/pool/host_pool.py", "[rows + plane * height for plane in", "[rows + 0 * height for plane in", "ops/test_slots.py::test_top_tokens_equal_numpy_and_nothing_else_is_fetched"),
     ("cache/pool/host_pool.py", "(page_ids % height).reshape(-1)", "0", "ops/test_slots.py::test_top_tokens_equal_numpy_and_nothing_else_is_fetched"),
@@ -77,13 +77,13 @@ FAULTS = (
     ("checkpoint/gguf/tokenizer_files.py", "if end != inner", "", "checkpoint/gguf/test_tokenizer_files.py::test_control_tokens_end_an_answer_by_their_names"),
     ("checkpoint/gguf/vocabulary.py", "if not 0 <= value < count:", "if not 0 <= value <= count:", "checkpoint/gguf/test_tokenizer_files.py::test_broken_data_are_refused_in_a_line"),
     ("runtime/host_reads/probe.py", 'platform == "gpu" and', "", "runtime/test_host_read_probe.py::test_what_a_process_of_its_own_finds_is_kept_if_it_will_last"),
-    ("cache/bases/all_tokens.py", "Attended(out[..., : heads.v.shape[-1]], lse)", "Attended(out[..., -heads.v.shape[-1] :], lse)", "cache/test_latent_layers.py::test_a_budget_for_all_tokens_equals_float64"),
+    ("cache/bases/all_tokens.py", "Attended(out[..., : heads.v.shape[-1]], lse)", "Attended(out[..., -heads.v.shape[-1] :], lse)", "cache/test_latent_layers.py::test_a_budget_for_all_tokens_equals_float64[latent-full]"),
     ("cache/policies/full.py", "slot=seen % state.k.shape[1]", "slot=seen % (state.k.shape[1] - 1)", "models/test_parity.py::test_greedy_text_equals_transformers[mistral-window]"),
-    ("cache/bases/window.py", "slot = self.fill + lengths.clock % self.page_size", "slot = self.fill", "cache/test_policies.py::test_budget_for_all_tokens_equals_dense_attention"),
-    ("cache/bases/window.py", "valid = leaving < self.start(after)", "valid = leaving <= self.start(after)", "engine/test_extend.py::test_logits_in_parts_equal_those_of_the_whole"),
+    ("cache/bases/window.py", "slot = self.fill + lengths.clock % self.page_size", "slot = self.fill", "cache/test_policies.py::test_budget_for_all_tokens_equals_dense_attention[quest]"),
+    ("cache/bases/window.py", "valid = leaving < self.start(after)", "valid = leaving <= self.start(after)", "engine/test_extend.py::test_logits_in_parts_equal_those_of_the_whole[long-pages-of-16]"),
     ("cache/bases/digest_pages.py", "score=self.score", "score='mean'", "cache/test_clustered.py::test_steps_equal_the_reference"),
     ("cache/bases/selection.py", "jnp.where(repeated, 0, counts)", "counts", "cache/test_streaming_and_quest.py::test_quest_chooses_pages_for_every_query_head"),
-    ("cache/bases/pool_attention.py", "(used + block - 1) // block", "used // block", "engine/test_extend.py::test_logits_in_parts_equal_those_of_the_whole"),
+    ("cache/bases/pool_attention.py", "(used + block - 1) // block", "used // block", "engine/test_extend.py::test_logits_in_parts_equal_those_of_the_whole[long-pages-of-16]"),
     ("ops/slots.py", "(row, slots[row], 0)", "(row, slots[0], 0)", "cache/test_policies.py::test_budget_for_all_tokens_equals_dense_attention"),
     ("cache/index/base.py", "x, first, axis=2", "x, 0, axis=2", "cache/test_streaming_and_quest.py::test_quest_chooses_pages_for_every_query_head"),
     ("cache/bases/eviction.py", "jnp.where(is_new, view.lengths.seen", "jnp.where(~is_new, view.lengths.seen", "cache/test_streaming_and_quest.py::test_streaming_keeps_the_first_tokens_and_the_newest"),
@@ -392,19 +392,25 @@ def test_each_fault_has_its_place():
 @pytest.fixture(scope="module")
 def forks():
     """Processes that have imported what the project does not change, and nothing of the project."""
+    from tests.helpers.family_rows import FAMILIES
+
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
+    context.set_forkserver_preload([*IMPORTED, *sorted({row.model.__module__ for row in FAMILIES})])
     return context
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory, forks):
-    """A copy of the project with its modules compiled: to read and to check them is half of the time of most faults."""
+    """A copy of the project with its modules compiled: to read and to check them is half of the time of most faults.
+
+    The copies with a fault link to its files.
+    """
     folder = tmp_path_factory.mktemp("project")
     for part in ("icejax", "convert", "bench", "tests"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "results"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     assert exit_status(forks, folder, ["--collect-only", "--ignore=tests/test_faults.py"]) == 0
+    (folder / "printed").unlink()
     return folder
 
 
@@ -433,8 +439,10 @@ def run(folder: Path, line: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("module, text, fault, noticed_by", FAULTS, ids=lambda x: str(x)[:24])
 def test_the_tests_notice(tmp_path, forks, project, module, text, fault, noticed_by):
-    shutil.copytree(project, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(project, tmp_path, dirs_exist_ok=True, copy_function=os.link)
     file = tmp_path / "icejax" / module
-    file.write_text(file.read_text().replace(text, fault))
+    planted = file.read_text().replace(text, fault)
+    file.unlink()  # a link to the project's own
+    file.write_text(planted)
     line = [f"tests/{noticed_by}", "-x", "-m", "slow or not slow"]
     assert exit_status(forks, tmp_path, line) == 1, (tmp_path / "printed").read_text()[-2000:]
