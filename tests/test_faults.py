@@ -19,6 +19,10 @@ IMPORTED = [
     "transformers.modeling_utils",
     "hypothesis.strategies",
     "beartype",
+    "jaxtyping",
+    "psutil",
+    "rich.progress",
+    "tokenizers",
 ]
 PLAIN = ["--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:anyio", "--hypothesis-profile=planted"]
 # Module, text that occurs once, the fault in its place, the test that is to notice.

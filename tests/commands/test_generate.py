@@ -60,6 +60,7 @@ def test_without_arguments_the_bundled_example_is_answered():
     assert "clustered cache, budget 256" in process.stderr and "KV host" in process.stderr
 
 
+@pytest.mark.slow
 def test_json_has_every_field_and_bytes_of_the_pytree(capsys):
     prompt = BUNDLED_PROMPT.read_text()[-3000:]
     status, out, err = run(capsys, "--prompt", prompt, "--json", "--cache", "clustered", *SHORT)
