@@ -61,7 +61,7 @@ NARROW_ONLY = dict(  # these store the values of latent layers separately
     expected=ExpectedAttention(budget=TOTAL),
     restkv=ReSTKV(budget=TOTAL),
 )
-BY_DEFAULT = ("latent-topk", "latent-clustered", "narrow-snapkv")
+BY_DEFAULT = ("latent-topk", "latent-quest", "narrow-snapkv")
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,7 @@ ORACLES = {
 }
 
 
-NOT_SLOW = ("topk", "topp")
-
-
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in NOT_SLOW else pytest.mark.slow) for x in ORACLES])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if x == "topk-sum" else ()) for x in ORACLES])
 def test_the_tokens_of_highest_score_are_attended_to(name):
     policy, make = ORACLES[name]
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)

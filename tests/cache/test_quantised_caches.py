@@ -100,7 +100,7 @@ def test_steps_equal_llama_cpp_in_numpy(policy, sizes, turn, steps):
 @pytest.mark.parametrize(
     "bits, residual, sizes, steps",
     [
-        pytest.param(4, 32, (64, 64), 16, marks=pytest.mark.slow),
+        (4, 32, (64, 64), 16),
         pytest.param(4, 32, (64, 64), 200, marks=pytest.mark.slow),
         pytest.param(2, 32, (64, 64), 200, marks=pytest.mark.slow),
         pytest.param(4, 128, (64, 64), 200, marks=pytest.mark.slow),

@@ -76,7 +76,7 @@ POLICIES = (
     Row("full", Full(), lambda budget: Full()),
     Row("q8_0", Q8_0(), None, keeps_all=False, rounding=0.02, slow=True),
     Row("q4_0", Q4_0(), None, keeps_all=False, rounding=0.5),
-    Row("kivi", Kivi(residual=32), lambda n: Kivi(residual=-n // 32 * -32), keeps_all=False),
+    Row("kivi", Kivi(residual=32), lambda n: Kivi(residual=-n // 32 * -32), keeps_all=False, slow=True),
     Row("kivi-2", Kivi(bits=2, residual=64), lambda n: Kivi(bits=2, residual=-n // 32 * -32), keeps_all=False, slow=True),
     Row("clustered", Clustered(budget=64), lambda budget: Clustered(budget=budget)),
     Row("clustered-page-8", Clustered(budget=48, page_size=8), lambda budget: Clustered(budget=budget, page_size=8), slow=True),
@@ -162,7 +162,7 @@ POLICIES = (
 )
 EXACT = [row for row in POLICIES if row.exact is not None]
 OF_BASES = [
-    row for row in EXACT if not row.slow or row.name in ("clustered-resident", "h2o")
+    row for row in EXACT if not row.slow or row.name in ("clustered-resident", "kivi", "h2o")
 ]  # a row per base, for tests that run whole models
 
 
