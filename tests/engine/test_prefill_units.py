@@ -28,7 +28,7 @@ from icejax.models.registry import family
 from tests import tolerances
 from tests.engine.test_batch import EXACT, Batch, assert_alone
 from tests.helpers import families
-from tests.helpers.policies import POLICIES, by_row
+from tests.helpers.policies import KINDS, by_row
 from tests.helpers.run import plan_for
 
 PROMPT = families.tokens(300)  # padded to 384
@@ -129,11 +129,6 @@ def test_a_row_in_units_draws_its_first_token(tmp_path):
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     return families.load(families.build(families.row("llama-gqa")), tmp_path_factory.mktemp("llama"))
-
-
-# Of options, those that change what a prefill stores.
-STORED = ("clustered-int8", "clustered-look", "clustered-as-icecache", "packed-alone")
-KINDS = [row for row in POLICIES if row.name in STORED or row is next(x for x in POLICIES if type(x.small) is type(row.small))]
 
 
 @pytest.mark.parametrize("row", by_row(rows=KINDS, slow=True))

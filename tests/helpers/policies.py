@@ -161,6 +161,9 @@ POLICIES = (
     ),  # half of the budget is for top tokens
 )
 EXACT = [row for row in POLICIES if row.exact is not None]
+# One row of each policy, and options that change what is stored.
+STORED = ("clustered-int8", "clustered-look", "clustered-as-icecache", "packed-alone")
+KINDS = [row for row in POLICIES if row.name in STORED or row is next(x for x in POLICIES if type(x.small) is type(row.small))]
 OF_BASES = [
     row for row in EXACT if not row.slow or row.name in ("clustered-resident", "kivi", "h2o")
 ]  # a row per base, for tests that run whole models
