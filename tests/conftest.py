@@ -9,9 +9,10 @@ import tempfile
 
 from packaging.version import parse
 
-if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the environment of the process that starts them
+if "ICEJAX_TEST_CACHES" not in os.environ:  # workers, and tests that tests run, have the folder of the process that starts them
     CACHES = tempfile.TemporaryDirectory(prefix="icejax-tests-")
     os.environ |= {
+        "ICEJAX_TEST_CACHES": CACHES.name,
         "HF_HUB_OFFLINE": "1",
         "JAX_PLATFORMS": "cpu",
         "TOKENIZERS_PARALLELISM": "false",

@@ -9,12 +9,14 @@ import typing
 
 import jax.numpy as jnp
 import pytest
+from beartype import beartype
 from jaxtyping import TypeCheckError
 
 import icejax
 from icejax.cache.pool import page_format
 from icejax.ops.attention.dense import merge_by_lse
 from icejax.ops.topk import mask_of
+from tests.helpers.shapes import has_shape
 
 
 def test_a_wrong_shape_is_told():
@@ -36,7 +38,7 @@ def test_a_wrong_result_is_told():
 
 
 def test_every_annotation_can_be_read():
-    """An annotation with an unknown name or a malformed shape would otherwise be skipped silently."""
+    """An annotation with an unknown name or a malformed shape would otherwise be skipped silently, or fail at the first call."""
     num_read = 0
     skipped = ("icejax.__main__", "icejax.generate")  # importing the module would hide the function `icejax.generate`
     names = (module.name for module in pkgutil.walk_packages(icejax.__path__, "icejax."))
@@ -47,6 +49,8 @@ def test_every_annotation_can_be_read():
             # Skips functions that dataclasses generate: their annotations may use names of another module.
             if inspect.isfunction(function) and function.__module__ == name and function.__code__.co_filename != "<string>":
                 typing.get_type_hints(function)
+                if any(map(has_shape, function.__annotations__.values())):
+                    beartype(function)
                 num_read += 1
     assert num_read > 500
 

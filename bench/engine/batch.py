@@ -14,14 +14,18 @@ from bench.engine.subject import Asked, Sizes, Subject, timed
 def decode_rate(times: Sequence[Sequence[float]]) -> float:
     """Returns the tokens per second of rows while all of them decode: the sum of the rows' rates.
 
+    Rows that do not take a step together are answered one after another: their rate is that of all steps over the whole time.
+
     Example: tokens at 0, 1, 2, 3 and 4 s in one row, and at 2, 3, 4 and 5 s in another. From 2 to 4 s both decode, each with a
-    token per second: the rate is 2.
+    token per second: the rate is 2. With tokens at 0, 1 and 2 s, and at 3, 4 and 5 s, it is 4 steps in 5 s.
 
     Args:
-        times: the times of each row's tokens.
+        times: the times of each row's tokens, two or more.
     """
     start, end = max(row[0] for row in times), min(row[-1] for row in times)
     windows = [[time for time in row if start <= time <= end] for row in times]
+    if any(len(row) < 2 for row in windows):
+        return sum(len(row) - 1 for row in times) / (max(row[-1] for row in times) - min(row[0] for row in times))
     return sum((len(row) - 1) / (row[-1] - row[0]) for row in windows)
 
 

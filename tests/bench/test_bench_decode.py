@@ -217,7 +217,7 @@ def test_bad_options_are_one_line(capsys, bench):
 
 @pytest.mark.slow
 def test_rows_count_bytes_as_the_shapes_say(capsys, tmp_path):
-    line = "--shape bundled --contexts 4096,8192 --steps 16 --policies full,clustered,transformers-dynamic"
+    line = "--shape bundled --contexts 2048,4096 --steps 16 --policies full,clustered,transformers-dynamic"
     assert decode.main([*line.split(), "--plot", str(tmp_path / "plot.png"), "--profile", str(tmp_path)]) == 0
     rows = [json.loads(row) for row in capsys.readouterr().out.splitlines()]
     timed, scopes = rows[:6], rows[6:]

@@ -77,6 +77,11 @@ def test_a_rate_counts_the_steps_in_which_all_rows_decode():
     assert batch.decode_rate([[0, 0.5, 1.0]]) == 2.0
 
 
+@pytest.mark.parametrize("second", [[3, 4, 5], [2, 3, 5], [1.5, 4, 5]], ids=["apart", "one moment", "no step"])
+def test_rows_without_a_common_step_count_all_steps_in_all_the_time(second):
+    assert batch.decode_rate([[0, 1, 2], second]) == 4 / 5
+
+
 def test_gaps_are_those_that_a_span_of_time_touches():
     assert prefill.gaps_between([[0, 1, 4, 5]], 2, 3) == [3]
     assert prefill.gaps_between([[0, 1, 4, 6], [0.5, 2.5, 9]], 0.75, 4.5) == [1, 3, 2, 2, 6.5]

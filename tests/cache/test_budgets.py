@@ -132,7 +132,7 @@ def test_each_kv_head_evicts_within_its_own_room():
     assert report.allocated == 2 * 60
 
 
-@pytest.mark.parametrize("budget", [48, 100])
+@pytest.mark.parametrize("budget", [48, pytest.param(100, marks=pytest.mark.slow)])
 def test_heads_compete_for_the_budget_of_all(budget):
     """AdaKV keeps as many tokens as SnapKV, those of highest score over all heads; decoded tokens come on top."""
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)

@@ -12,6 +12,7 @@ from icejax.ops.pages import key_codes
 from tests import tolerances
 from tests.cache.test_clustered import STEPS, assert_reference
 from tests.helpers import layer as harness
+from tests.helpers.run import jitted
 from tests.reference import coded as reference_coded
 
 
@@ -21,14 +22,15 @@ def test_codes_stand_for_the_line_nearest_to_the_keys(bits):
     rng = np.random.default_rng(bits)
     k, mask = rng.standard_normal((2, 3, 200, 8, 21)).astype(np.float32), np.arange(8) < rng.integers(0, 9, (2, 3, 200, 1))
     k[0, 0, 0, :, 0] = 3.0  # a constant channel
-    codes = key_codes.encode_keys(jnp.asarray(np.where(mask[..., None], k, np.nan)), jnp.asarray(mask), bits, "float32")
+    codes = jitted(key_codes.encode_keys, np.where(mask[..., None], k, np.nan), mask, bits=bits, scales="float32")
     assert (codes.codes.shape, codes.codes.dtype) == ((2, 3, 200, 8 * -(-21 * bits // 8)), "uint8")
     assert codes.low.shape == codes.step.shape == (2, 3, 200, 21)
-    keys = np.asarray(key_codes.decode_keys(codes, 8, bits, "float32"))
+    keys = np.asarray(jitted(key_codes.decode_keys, codes, page_size=8, bits=bits, dtype="float32"))
+    lows, steps = np.asarray(codes.low), np.asarray(codes.step)
     for page in np.ndindex(2, 3, 200):
         if len(expected := k[page][mask[page]]):
             low, step = reference_coded.line(expected, bits)
-            for actual, y in ((codes.low[page], low), (codes.step[page], step)):
+            for actual, y in ((lows[page], low), (steps[page], step)):
                 np.testing.assert_allclose(actual, y, rtol=0, atol=tolerances.EXACT, err_msg=str(page))
             apart, nearest = np.abs(keys[page][mask[page]] - expected), reference_coded.distance(expected, low, step, bits)
             np.testing.assert_allclose(apart, nearest, rtol=0, atol=tolerances.EXACT, err_msg=str(page))
@@ -65,8 +67,8 @@ def test_codes_go_where_their_pages_go():
     [(4, True, tolerances.CODES), (3, False, tolerances.EXACT), (2, True, tolerances.EXACT), (1, False, tolerances.EXACT)],
     ids=["4-tokens", "3-pages", "2-tokens", "1-pages"],
 )
-def test_200_steps_equal_the_reference(monkeypatch, codes, singly, atol):
-    """One level of nodes above the pages, twelve flushes and three compactions; long and short prompts."""
+def test_steps_equal_the_reference(monkeypatch, codes, singly, atol):
+    """One level of nodes above the pages, eight flushes and two compactions; long and short prompts."""
     monkeypatch.setattr(harness, "PROMPT", 1024)
     policy = Coded(budget=64, candidates=2, opened=4, codes=codes, singly=singly, compact_every=64)
     reference = reference_coded.Tokens if singly else reference_coded.Pages

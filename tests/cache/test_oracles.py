@@ -23,7 +23,7 @@ ORACLES = {
 }
 
 
-@pytest.mark.parametrize("name", ORACLES)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if x == "topk-sum" else ()) for x in ORACLES])
 def test_the_tokens_of_highest_score_are_attended_to(name):
     policy, make = ORACLES[name]
     prompt, new = draw(LENGTHS, STEPS, sharp=2.0)

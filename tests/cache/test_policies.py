@@ -9,11 +9,13 @@ from icejax.cache.registry import Clustered, Full
 from icejax.session.session import Session
 from tests import tolerances
 from tests.helpers import families
-from tests.helpers.layer import Layer, attended, dense, draw, programs
+from tests.helpers.layer import Layer, attended, dense, draw
 from tests.helpers.letters import Letters
 from tests.helpers.policies import EXACT, OF_BASES, POLICIES, by_row
 
 LENGTHS, STEPS = (250, 9, 100), 40
+# Tests of budgets for all tokens share programs, and have a soft cap of scores as in Gemma 2; other tests have none.
+TOTAL, SOFTCAP = 350, 2.0
 policies = pytest.mark.parametrize("row", by_row())
 exact_ones = pytest.mark.parametrize("row", by_row(rows=EXACT))
 
@@ -26,14 +28,14 @@ def model(tmp_path_factory):
 @exact_ones
 def test_budget_for_all_tokens_equals_dense_attention(row):
     prompt, new = draw(LENGTHS, STEPS)
-    layer = Layer(row.exact(max(LENGTHS) + STEPS), LENGTHS, *prompt)
+    layer = Layer(row.exact(TOTAL), LENGTHS, *prompt, softcap=SOFTCAP)
     for step in range(STEPS):
         out = layer.step(*(x[step] for x in new))
-        np.testing.assert_allclose(
-            out, dense(prompt, new, LENGTHS, step), rtol=0, atol=tolerances.EXACT, err_msg=f"step {step}"
-        )
+        expected = dense(prompt, new, LENGTHS, step, SOFTCAP)
+        np.testing.assert_allclose(out, expected, rtol=0, atol=tolerances.EXACT, err_msg=f"step {step}")
 
 
+@pytest.mark.slow
 def test_sinks_may_be_most_of_a_budget():
     """With that many sinks fewer tokens of pages are ranked than the budget holds."""
     prompt, new = draw((256,), 1)
@@ -56,15 +58,19 @@ def test_full_budget_with_unfilled_sinks_equals_dense_attention(keys_first):
 
 @policies
 def test_nan_in_padding_and_empty_slots_never_leaks(row):
+    """The steps, before and after flushes and compactions, have one trace."""
     prompt, new = draw(LENGTHS, STEPS)
     clean = Layer(row.small, LENGTHS, *prompt)
-    expected = [clean.step(*(x[step] for x in new)) for step in range(STEPS)]
+    expected = [clean.step(*(x[0] for x in new))]
+    traces = clean.programs.traces[0]
+    expected += [clean.step(*(x[step] for x in new)) for step in range(1, STEPS)]
     for x in prompt:
         for i, length in enumerate(LENGTHS):
             x[i, length:] = np.nan
     dirty = Layer(row.small, LENGTHS, *prompt)
     for step in range(STEPS):
         np.testing.assert_array_equal(dirty.step(*(x[step] for x in new)), expected[step], err_msg=f"step {step}")
+    assert dirty.programs.traces == [traces]
 
 
 @policies
@@ -100,15 +106,15 @@ def test_rows_of_a_ragged_batch_equal_the_rows_alone(row):
 def test_more_tokens_behind_a_cache_see_all_before_them(row, enough):
     """After steps that flush and compact; padding holds NaN.
 
-    With a budget for all tokens the decode steps are exact too. Scores then have a soft cap, as in Gemma 2; the log-sum-exp,
-    which layers with attention sinks need, is compared as well.
+    With a budget for all tokens the decode steps are exact too. The log-sum-exp, which layers with attention sinks need, is
+    compared as well.
     """
-    new, total = (30, 7, 50), 350
+    new = (30, 7, 50)
     prompt, _ = draw(LENGTHS, 1)
     rng = np.random.default_rng(1)
-    text = [np.concatenate([x, rng.standard_normal((3, total - x.shape[1], *x.shape[2:])).astype(x.dtype)], 1) for x in prompt]
-    softcap = 2.0 if enough else None
-    layer = Layer(row.exact(total) if enough else row.small, LENGTHS, *(x[:, :256] for x in text), softcap=softcap)
+    text = [np.concatenate([x, rng.standard_normal((3, TOTAL - x.shape[1], *x.shape[2:])).astype(x.dtype)], 1) for x in prompt]
+    softcap = SOFTCAP if enough else None
+    layer = Layer(row.exact(TOTAL) if enough else row.small, LENGTHS, *(x[:, :256] for x in text), softcap=softcap)
     positions = np.asarray(LENGTHS)
 
     def check(out, lse, step) -> None:
@@ -152,16 +158,6 @@ def test_a_session_asks_twice_and_is_kept(row, tmp_path, model):
 
 
 @policies
-def test_one_trace_of_the_decode_program(row):
-    programs.cache_clear()
-    prompt, new = draw(LENGTHS, STEPS)
-    layer = Layer(row.small, LENGTHS, *prompt)
-    for step in range(STEPS):
-        layer.step(*(x[step] for x in new))
-    assert layer.programs.traces == [1]
-
-
-@policies
 def test_state_is_a_plain_pytree(row):
     prompt, _ = draw(LENGTHS, 1)
     layer = Layer(row.small, LENGTHS, *prompt)
@@ -169,6 +165,7 @@ def test_state_is_a_plain_pytree(row):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), layer.state)
 
 
+@pytest.mark.slow
 def test_clustered_attends_to_no_more_tokens_than_its_budget():
     """Values are one-hot by position, so the output shows which tokens have weight."""
     lengths, steps = (200,), 40

@@ -86,6 +86,7 @@ def test_a_layer_chooses_for_the_one_after_it(model):
             np.testing.assert_array_equal(np.sort(np.asarray(state.cache.layers[layer].ids)), expected)
 
 
+@pytest.mark.slow
 def test_a_choice_of_all_pages_is_the_full_cache(model):
     prompts = [families.tokens(300), families.tokens(90)]
     expected = greedy(model, Full(), prompts, 40)

@@ -16,6 +16,7 @@ from icejax.ops import group_codes
 from icejax.ops.attention.dense import Attended, Scoring
 from tests import tolerances
 from tests.helpers.layer import PROMPT, Layer, draw
+from tests.helpers.run import jitted
 from tests.reference import full_codes as reference
 
 LENGTHS, TEXT = (250, 9, 100), (30, 7, 50)
@@ -99,7 +100,7 @@ def test_steps_equal_llama_cpp_in_numpy(policy, sizes, turn, steps):
 @pytest.mark.parametrize(
     "bits, residual, sizes, steps",
     [
-        pytest.param(4, 32, (64, 64), 16, marks=pytest.mark.slow),
+        (4, 32, (64, 64), 16),
         pytest.param(4, 32, (64, 64), 200, marks=pytest.mark.slow),
         pytest.param(2, 32, (64, 64), 200, marks=pytest.mark.slow),
         pytest.param(4, 128, (64, 64), 200, marks=pytest.mark.slow),
@@ -192,18 +193,20 @@ def test_rotation_is_the_hadamard_matrix_and_its_own_inverse():
 def test_groups_without_range_and_beyond_fp16_stay_finite():
     x = np.stack([np.zeros(32), np.full(32, 3.0), np.linspace(-1e30, 1e30, 32)]).astype(np.float32)
     for bits in (2, 4):
-        codes, least, step = group_codes.encode_evenly(jnp.asarray(x), bits)
-        decoded = np.asarray(group_codes.decode_evenly(codes, least, step, bits))
+        codes, least, step = jitted(group_codes.encode_evenly, x, bits=bits)
+        decoded = np.asarray(jitted(group_codes.decode_evenly, codes, least, step, bits=bits))
         np.testing.assert_array_equal(decoded[:2], x[:2])
         assert np.isfinite(decoded).all()
     for encode, decode in (
         (group_codes.encode_q8_0, group_codes.decode_q8_0),
         (group_codes.encode_q4_0, group_codes.decode_q4_0),
     ):
-        np.testing.assert_array_equal(decode(*encode(jnp.zeros((1, 32))))[0], 0)
+        np.testing.assert_array_equal(jitted(lambda x: decode(*encode(x)), np.zeros((1, 32), np.float32)), 0)  # noqa: B023
 
 
-@pytest.mark.parametrize("policy, tokens", [(Q4_0(), 100), (Kivi(residual=64), 60)], ids=["q4_0", "kivi"])
+@pytest.mark.parametrize(
+    "policy, tokens", [(Q4_0(), 100), pytest.param(Kivi(residual=64), 60, marks=pytest.mark.slow)], ids=["q4_0", "kivi"]
+)
 def test_a_cache_forgets_its_end(policy, tokens):
     """After a text that is forgotten, another text has the attention that it has without the first."""
     prompt, _ = draw((tokens,), 0)

@@ -426,6 +426,7 @@ def test_regen_of_a_greedy_answer_is_refused(talk, chatting):
     ]
 
 
+@pytest.mark.slow
 def test_a_refused_regen_keeps_the_message_and_its_answer(talk, chatting, tmp_path, monkeypatch):
     saved, next_turn, refusals = tmp_path / "kept", session.next_turn, [None, None, "the template refuses", None, None]
 

@@ -40,6 +40,7 @@ def test_the_length_where_caches_cross_is_that_of_the_choice(capsys, bundled):
     assert capsys.readouterr().err.startswith("icejax.doctor: error: ")
 
 
+@pytest.mark.slow
 def test_a_backend_that_fails_is_shown_with_its_reason(capsys, monkeypatch):
     def refuse(table, rows):
         raise NotImplementedError("not here")
@@ -59,7 +60,9 @@ def test_a_backend_that_fails_is_shown_with_its_reason(capsys, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("command", [["doctor"], ["generate", "--prompt", "x", "--compile-cache", "none"]])
+@pytest.mark.parametrize(
+    "command", [pytest.param(["doctor"], marks=pytest.mark.slow), ["generate", "--prompt", "x", "--compile-cache", "none"]]
+)
 def test_a_machine_without_the_device_is_one_line(command):
     environment = dict(os.environ) | dict(JAX_PLATFORMS="cuda")
     process = subprocess.run([sys.executable, "-m", "icejax", *command], env=environment, capture_output=True, text=True)

@@ -60,6 +60,7 @@ def test_without_arguments_the_bundled_example_is_answered():
     assert "clustered cache, budget 256" in process.stderr and "KV host" in process.stderr
 
 
+@pytest.mark.slow
 def test_json_has_every_field_and_bytes_of_the_pytree(capsys):
     prompt = BUNDLED_PROMPT.read_text()[-3000:]
     status, out, err = run(capsys, "--prompt", prompt, "--json", "--cache", "clustered", *SHORT)
@@ -397,7 +398,7 @@ def test_two_processes_draw_the_same_text(capsys):
     options = ["--prompt", prompt, "--json", "--temperature", "1", "--seed", "7", "--max-new-tokens", "60", "--budget", "64"]
     command_line = [sys.executable, "-m", "icejax.generate", "--compile-cache", "none", *options]
     reports = [json.loads(run(capsys, *options, "--compile-cache", "none")[1])]
-    reports += [json.loads(subprocess.run(command_line, capture_output=True, text=True, check=True).stdout) for _ in range(2)]
+    reports += [json.loads(subprocess.run(command_line, capture_output=True, text=True, check=True).stdout)]
     assert len({(tuple(report["token_ids"]), report["pages_selected"]) for report in reports}) == 1
 
 

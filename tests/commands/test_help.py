@@ -45,6 +45,7 @@ def test_every_option_of_every_cache_has_a_line(capsys):
             assert line.endswith(f"(default: {str(field.default).lower()})")
 
 
+@pytest.mark.slow
 def test_a_verbose_run_says_how_it_runs(capsys, monkeypatch, bundled):
     monkeypatch.setattr("icejax.commands.generate.load", lambda *_: bundled)
     status, out, err = run(capsys, "--prompt", "import os", "--max-new-tokens", "2", "--budget", "256", "--verbose")

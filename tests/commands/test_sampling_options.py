@@ -67,7 +67,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.slow if x == "no temperature" else ()) for x in CASES])
 def test_the_models_sampling_is_taken_and_told(answer, bundled, case):
     proposed, flags, options, line = CASES[case]
     assert answer(proposed, "--sampling", "model", *flags) == (

@@ -17,27 +17,31 @@ from tests.helpers import families
 from tests.helpers.run import all_logits, greedy, plan_for
 
 # The budgets hold all tokens; with less, tokens decoded between the parts would be approximated.
-POLICIES = (
-    pytest.param(Full(), id="full"),
-    pytest.param(Clustered(budget=2000, sinks=8, window=24, compact_every=32), id="pages-of-16"),
-    pytest.param(
-        Clustered(budget=2000, page_size=8, sinks=2, window=9, digest_dtype="int8"), id="pages-of-8", marks=pytest.mark.slow
-    ),
-)
-PARTS = ([200, 60, 300], [5, 9, 40], [30, 1, 400, 3])
+POLICIES = {
+    "full": Full(),
+    "pages-of-16": Clustered(budget=2000, sinks=8, window=24, compact_every=32),
+    "pages-of-8": Clustered(budget=2000, page_size=8, sinks=2, window=9, digest_dtype="int8"),
+}
+LONG, SHORT = [200, 60, 300], [5, 9, 40]
+CASES = {
+    "short-full": ("llama-gqa", SHORT, "full"),
+    "windows": ("mistral-window", [30, 1, 400, 3], "full"),  # sliding layers have no pages
+    "short-pages-of-16": ("llama-gqa", SHORT, "pages-of-16"),
+    "short-pages-of-8": ("llama-gqa", SHORT, "pages-of-8"),
+    "long-full": ("llama-gqa", LONG, "full"),
+    "long-pages-of-16": ("llama-gqa", LONG, "pages-of-16"),
+    "long-pages-of-8": ("llama-gqa", LONG, "pages-of-8"),
+}
+NOT_SLOW = ("short-full", "windows")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    "family, parts",
-    [pytest.param("llama-gqa", PARTS[0], marks=pytest.mark.slow), ("llama-gqa", PARTS[1]), ("mistral-window", PARTS[2])],
-    ids=str,
-)
-def test_logits_in_parts_equal_those_of_the_whole(tmp_path, family, policy, parts):
+@pytest.mark.parametrize("case", [pytest.param(x, marks=() if x in NOT_SLOW else pytest.mark.slow) for x in CASES])
+def test_logits_in_parts_equal_those_of_the_whole(tmp_path, case):
     """Between the parts, tokens of the text are decoded, so that each part meets the window in another state."""
+    family, parts, cache = CASES[case]
     model = families.load(families.build(families.row(family)), tmp_path)
     tokens = families.tokens(sum(parts) + 20 * len(parts))
-    plan = plan_for(model, policy, [tokens], 1500)
+    plan = plan_for(model, POLICIES[cache], [tokens], 1500)
     decoding = DecodePrograms(model, plan)
     expected = all_logits(model, tokens, Full())
     state, pool, position = None, None, 0

@@ -93,6 +93,7 @@ def test_decoded_and_extended_tokens_move_too(bundled, held):
     np.testing.assert_allclose(*logits, atol=tolerances.LOGITS)
 
 
+@pytest.mark.slow
 def test_the_squares_of_queries_are_those_of_the_text(bundled):
     """Decode and extend add what a prefill of the whole text sums."""
     model, text = bundled[0], families.tokens(90)

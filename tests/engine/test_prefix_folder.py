@@ -132,7 +132,8 @@ def test_a_prompt_that_is_a_stored_prefix_needs_no_prefill(model, folder):
     assert_equal(answer, alone(model, Full(), DOCUMENT[:256], **ANSWER))
 
 
-@pytest.mark.parametrize("prompt", [slow(DOCUMENT[:256]), PROMPTS[2]], ids=["the prefix itself", "a text behind it"])
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", [DOCUMENT[:256], PROMPTS[2]], ids=["the prefix itself", "a text behind it"])
 def test_a_sampled_answer_behind_a_stored_prefix_draws_the_same(model, folder, prompt):
     options = dict(max_new_tokens=12, sampling=Sampling(temperature=1.5), seed=3)
     core = core_of(model, folder)

@@ -61,7 +61,10 @@ def scores(sampling: Sampling, text: np.ndarray, logits: np.ndarray) -> np.ndarr
     return chain(torch.tensor(text), torch.tensor(logits)).numpy()
 
 
-@pytest.mark.parametrize("name", CASES)
+NOT_SLOW = ("temperature", "top_p", "all")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in NOT_SLOW else pytest.mark.slow) for x in CASES])
 def test_draws_follow_transformers_probabilities(name):
     import torch
 

@@ -230,13 +230,14 @@ def draw(
     return prompt, new
 
 
-def dense(prompt, new, lengths: Sequence[int], step: int) -> np.ndarray:
+def dense(prompt, new, lengths: Sequence[int], step: int, softcap: float | None = None) -> np.ndarray:
     """Returns dense attention [B, N, H] of the token of decode step `step`, in float64."""
     return np.stack(
         [
             attention(
                 new[0][step, row],
                 *(np.concatenate([p[row, :length], n[: step + 1, row]]) for p, n in zip(prompt[1:], new[1:], strict=True)),
+                softcap,
             )
             for row, length in enumerate(lengths)
         ]

@@ -76,7 +76,7 @@ POLICIES = (
     Row("full", Full(), lambda budget: Full()),
     Row("q8_0", Q8_0(), None, keeps_all=False, rounding=0.02, slow=True),
     Row("q4_0", Q4_0(), None, keeps_all=False, rounding=0.5),
-    Row("kivi", Kivi(residual=32), lambda n: Kivi(residual=-n // 32 * -32), keeps_all=False),
+    Row("kivi", Kivi(residual=32), lambda n: Kivi(residual=-n // 32 * -32), keeps_all=False, slow=True),
     Row("kivi-2", Kivi(bits=2, residual=64), lambda n: Kivi(bits=2, residual=-n // 32 * -32), keeps_all=False, slow=True),
     Row("clustered", Clustered(budget=64), lambda budget: Clustered(budget=budget)),
     Row("clustered-page-8", Clustered(budget=48, page_size=8), lambda budget: Clustered(budget=budget, page_size=8), slow=True),
@@ -120,7 +120,7 @@ POLICIES = (
     Row("packed-alone", Packed(budget=64, exact=0), None, keeps_all=False, slow=True),
     Row("quest", Quest(budget=64), lambda n: Quest(budget=2 * n)),
     Row("snapkv", SnapKV(budget=64, window=16), lambda n: SnapKV(budget=n), keeps_all=False),
-    Row("h2o", H2O(budget=64, recent=16), lambda n: H2O(budget=n), keeps_all=False),
+    Row("h2o", H2O(budget=64, recent=16), lambda n: H2O(budget=n), keeps_all=False, slow=True),
     Row("keydiff", KeyDiff(budget=64), lambda n: KeyDiff(budget=n), keeps_all=False, slow=True),
     Row(
         "pyramidkv",
@@ -161,8 +161,11 @@ POLICIES = (
     ),  # half of the budget is for top tokens
 )
 EXACT = [row for row in POLICIES if row.exact is not None]
+# One row of each policy, and options that change what is stored.
+STORED = ("clustered-int8", "clustered-look", "clustered-as-icecache", "packed-alone")
+KINDS = [row for row in POLICIES if row.name in STORED or row is next(x for x in POLICIES if type(x.small) is type(row.small))]
 OF_BASES = [
-    row for row in EXACT if not row.slow or row.name == "clustered-resident"
+    row for row in EXACT if not row.slow or row.name in ("clustered-resident", "kivi", "h2o")
 ]  # a row per base, for tests that run whole models
 
 

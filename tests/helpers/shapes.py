@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +19,21 @@ def install() -> None:
 def checked(function: Callable) -> Callable:
     """Returns `function`, with its arguments and result checked if an annotation has a shape.
 
-    Functions without array shapes check their own arguments and raise one-line errors, which tests match.
+    Functions without array shapes check their own arguments and raise one-line errors, which tests match. The check is made at
+    the first call: it takes a millisecond, and a process that runs one test calls few of the functions.
     """
-    return beartype(function) if any(map(_has_shape, function.__annotations__.values())) else function
+    if not any(map(has_shape, function.__annotations__.values())):
+        return function
+    made = functools.cache(lambda: beartype(function))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return made()(*args, **kwargs)
+
+    return call
 
 
-def _has_shape(annotation: Any) -> bool:
+def has_shape(annotation: Any) -> bool:
+    """Whether an annotation has the shape of an array."""
     parts = typing.get_args(annotation)
-    return any(map(_has_shape, parts)) or isinstance(annotation, type) and issubclass(annotation, jaxtyping.AbstractArray)
+    return any(map(has_shape, parts)) or isinstance(annotation, type) and issubclass(annotation, jaxtyping.AbstractArray)

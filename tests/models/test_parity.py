@@ -82,8 +82,18 @@ def test_prefill_then_decode_equals_one_forward(name, policy, tmp_path):
     np.testing.assert_allclose(logits[:, 0], expected, rtol=0, atol=tolerances.LOGITS)
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama-gqa", marks=pytest.mark.slow), DYNAMIC, "mistral-window"])
-@pytest.mark.parametrize("policy", [Full(), Clustered(budget=64)], ids=["full", "clustered"])
+CLUSTERED = Clustered(budget=64)
+
+
+@pytest.mark.parametrize(
+    "name, policy",
+    [
+        pytest.param("mistral-window", Full(), id="windows"),  # of sliding layers alone, which have no pages
+        pytest.param("llama-gqa", Full(), id="full", marks=pytest.mark.slow),
+        pytest.param("llama-gqa", CLUSTERED, id="clustered", marks=pytest.mark.slow),
+        pytest.param("llama-dynamic", CLUSTERED, id="dynamic", marks=pytest.mark.slow),
+    ],
+)
 def test_rows_of_a_ragged_batch_equal_single_runs(name, policy, tmp_path):
     ours = families.load(families.build(families.row(name)), tmp_path)
     prompts = [families.tokens(n, seed=n) for n in (200, 3, 41, 137)]

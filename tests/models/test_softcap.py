@@ -19,7 +19,7 @@ from tests.helpers.run import follows
 
 CAPS = (2.0, 1.0, None)  # for a sliding, a full and a sliding layer
 PROMPT, DECODED, EXTENDED = 133, 20, 40
-NOT_SLOW = ("quest", "snapkv")  # one policy that fetches pages, and one whose tokens stay on the device
+NOT_SLOW = ("snapkv",)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from icejax.ops.pages import digests, tree
 from icejax.runtime.host_reads import backends, choose
 from tests import tolerances
 from tests.helpers import programs
+from tests.helpers.run import jitted
 
 
 @pytest.fixture
@@ -68,16 +69,14 @@ def test_the_largest_are_as_many_as_there_is_room(monkeypatch):
     scores, room = tied_scores(4, 50), np.asarray([0, 3, 17, 20], np.int32)
     scores[0, 7], scores[1, 9] = -np.inf, -0.0
     rank = np.argsort(np.argsort(-scores, axis=-1, kind="stable"), axis=-1)
-    by_sorting = topk._largest_sorted(jnp.asarray(scores), room, most=20)
     monkeypatch.setattr(topk, "MOST_COUNTED", 49)
-    by_size = topk.largest(jnp.asarray(scores.reshape(2, 2, 50)), jnp.asarray(room.reshape(2, 2)), most=20).reshape(4, 50)
     for actual in (
-        topk._largest_counted(scores, room),
-        by_sorting,
-        topk._largest_halved(jnp.asarray(scores), jnp.asarray(room)),
-        by_size,
+        jitted(topk._largest_counted, scores, room),
+        jitted(topk._largest_sorted, scores, room, most=20),
+        jitted(topk._largest_halved, scores, room),
+        jitted(topk.largest, scores.reshape(2, 2, 50), room.reshape(2, 2), most=20),
     ):
-        np.testing.assert_array_equal(np.asarray(actual), rank < room[:, None])
+        np.testing.assert_array_equal(np.asarray(actual).reshape(4, 50), rank < room[:, None])
 
 
 @pytest.mark.parametrize("form", ["by row", "scattered"])

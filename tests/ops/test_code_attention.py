@@ -1,5 +1,7 @@
 """Attention to pages in codes, decoded in parts, against plain numpy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from icejax.ops.attention.dense import Attended, Scoring
 from icejax.ops.pages import code_attention
 from icejax.ops.pages.key_codes import decode_keys
 from tests import tolerances
+from tests.helpers.run import jitted
 from tests.reference import packed as reference
 
 B, K, G, P, SLOTS, SIZE = 2, 2, 3, 13, 8, 16
@@ -35,10 +38,15 @@ def merged(out, lse, outside: Attended) -> tuple[np.ndarray, np.ndarray]:
 
 def attend(q, k, v, mask, outside, *, scoring: Scoring, wanted: int, dtype: str = "float32", **more):
     """Returns the pages and the attention to them; `more` are further arguments of `attend_codes`."""
-    q, k, v = (None if x is None else jnp.asarray(x, dtype) for x in (q, k, v))
-    pages = code_attention.encode_pages(k, v, jnp.asarray(mask), 4)
-    outside, options = jax.tree.map(jnp.asarray, outside), dict(scoring=scoring, page_size=SLOTS, bits=4, wanted=wanted)
-    return pages, code_attention.attend_codes(q, pages, outside, **options, **more)
+    q, k, v = (None if x is None else x.astype(jnp.dtype(dtype)) for x in (q, k, v))
+    pages = jitted(code_attention.encode_pages, k, v, mask, bits=4)
+    options = dict(scoring=scoring, page_size=SLOTS, bits=4, wanted=wanted)
+    return pages, jitted(code_attention.attend_codes, q, pages, outside, **options, **more)
+
+
+def decode(codes) -> np.ndarray:
+    """Returns the decoded vectors f64[B, K, P, p, _]."""
+    return np.asarray(jitted(decode_keys, codes, page_size=SLOTS, bits=4, dtype="float32"), np.float64)
 
 
 @pytest.mark.parametrize("wanted", [20, pytest.param(P * SLOTS, marks=pytest.mark.slow)])
@@ -53,8 +61,9 @@ def test_the_best_tokens_and_the_rest_equal_numpy(monkeypatch, softcap, latent, 
     q, k, v, mask, outside = drawn(latent=latent)
     scoring = Scoring(SIZE**-0.5, softcap)
     pages, tokens = attend(q, k, v, mask, outside, scoring=scoring, wanted=wanted)
-    keys = np.asarray(decode_keys(pages.keys, SLOTS, 4, "float32"), np.float64)
-    values = keys if latent else np.asarray(decode_keys(pages.values, SLOTS, 4, "float32"), np.float64)
+    pages, tokens = jax.tree.map(np.asarray, (pages, tokens))
+    keys = decode(pages.keys)
+    values = keys if latent else decode(pages.values)
     for row in np.ndindex(B, K):
         there = np.flatnonzero(mask[row])
         scores = q[row] @ keys[row].reshape(-1, SIZE)[there].T * scoring.scale
@@ -68,14 +77,6 @@ def test_the_best_tokens_and_the_rest_equal_numpy(monkeypatch, softcap, latent, 
         np.testing.assert_allclose(tokens.rest.lse[row], lse, rtol=0, atol=tolerances.EXACT)
 
 
-def decoded(pages, row):
-    """Returns the decoded keys and values f64[P p, _] of a row and KV head."""
-    return (
-        np.asarray(decode_keys(x, SLOTS, 4, "float32")[row], np.float64).reshape(P * SLOTS, -1)
-        for x in (pages.keys, pages.values)
-    )
-
-
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tokens", "pages"])
 def test_a_guess_chooses_tokens_or_pages(monkeypatch, whole):
     """The attention to the rest is that of the true queries; pages are chosen by the sum over their tokens."""
@@ -83,8 +84,9 @@ def test_a_guess_chooses_tokens_or_pages(monkeypatch, whole):
     (q, k, v, mask, outside), wanted = drawn(), 4 if whole else 20
     guess = np.random.default_rng(4).standard_normal(q.shape).astype(np.float32)
     pages, tokens = attend(q, k, v, mask, outside, scoring=Scoring(0.25), wanted=wanted, guess=jnp.asarray(guess), whole=whole)
+    decoded = decode(pages.keys), decode(pages.values)
     for row in np.ndindex(B, K):
-        (keys, values), slots = decoded(pages, row), mask[row].reshape(-1)
+        (keys, values), slots = (x[row].reshape(P * SLOTS, -1) for x in decoded), mask[row].reshape(-1)
         scores, guessed = (np.where(slots, 0.25 * x[row] @ keys.T, -np.inf) for x in (q, guess))
         total = np.logaddexp(np.logaddexp.reduce(guessed, axis=1), outside.lse[row])
         worth = np.exp(guessed - total[:, None]).sum(0).reshape(-1, SLOTS if whole else 1).sum(1)
@@ -127,12 +129,7 @@ def test_no_part_decodes_all_pages(monkeypatch):
     assert code_attention._parts(13) == [slice(0, 5), slice(5, 10), slice(10, 13)]
     assert code_attention._parts(800) == [slice(first, first + 100) for first in range(0, 800, 100)]
     q, k, v, mask, outside = drawn()
-    q, k, v = map(jnp.asarray, (q, k, v))
-    pages = code_attention.encode_pages(k, v, jnp.asarray(mask), 4)
-
-    def step(q, pages):
-        options = dict(scoring=Scoring(0.25), page_size=SLOTS, bits=4, wanted=20)
-        return code_attention.attend_codes(q, pages, jax.tree.map(jnp.asarray, outside), **options)
-
-    outputs = [x.aval for eqn in jax.make_jaxpr(step)(q, pages).eqns for x in eqn.outvars]
+    pages = jax.eval_shape(functools.partial(code_attention.encode_pages, bits=4), k, v, mask)
+    step = functools.partial(code_attention.attend_codes, scoring=Scoring(0.25), page_size=SLOTS, bits=4, wanted=20)
+    outputs = [x.aval for eqn in jax.make_jaxpr(step)(q, pages, outside).eqns for x in eqn.outvars]
     assert max(x.size for x in outputs if x.dtype == jnp.float32) <= 5 * B * K * SLOTS * SIZE

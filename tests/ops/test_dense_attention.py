@@ -24,10 +24,23 @@ def draw(lengths, tokens, *, kv_heads, scale=1.0, wide=8):
 
 
 @pytest.mark.parametrize(
-    "window", [pytest.param(None, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 100, 700]
+    ("kv_heads", "scale", "wide", "softcap", "window"),
+    [
+        (1, 3, 6, None, 100),
+        (4, 3, 8, 2.0, 700),
+        *(
+            pytest.param(*heads, window, marks=pytest.mark.slow)
+            for heads, window in (
+                ((2, 0.3, 12, None), None),
+                ((4, 3, 8, 2.0), None),
+                ((1, 3, 6, None), 1),
+                ((2, 0.3, 12, None), 100),
+                ((2, 0.3, 12, None), 700),
+            )
+        ),
+    ],
 )
-@pytest.mark.parametrize(("kv_heads", "scale", "wide", "softcap"), [(1, 3, 6, None), (2, 0.3, 12, None), (4, 3, 8, 2.0)])
-def test_causal_equals_float64(window, kv_heads, scale, wide, softcap):
+def test_causal_equals_float64(kv_heads, scale, wide, softcap, window):
     lengths, tokens = (1536, 3, 801), 1536
     qkv = draw(lengths, tokens, kv_heads=kv_heads, scale=scale, wide=wide)
     scoring = Scoring(8**-0.5, softcap)

@@ -170,7 +170,7 @@ def test_tail_and_exact_part_of_point_pages_equal_dense():
     np.testing.assert_allclose(out[0], expected, rtol=0, atol=tolerances.EXACT)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", *(pytest.param(x, marks=pytest.mark.slow) for x in ("bfloat16", "float32"))])
 @pytest.mark.parametrize(
     "scale", [pytest.param(1e-3, marks=pytest.mark.slow), pytest.param(1.0, marks=pytest.mark.slow), 300.0]
 )

@@ -7,6 +7,7 @@ import pytest
 
 from icejax.ops.pages import key_codes
 from tests import tolerances
+from tests.helpers.run import jitted
 from tests.reference import coded as reference
 
 SHAPE = (2, 3, 40, 8)
@@ -23,10 +24,10 @@ def drawn(size: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("bits", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_odd_and_whole_byte_codes_equal_the_reference(bits):
     k, mask = drawn(21)
-    codes = key_codes.encode_keys(jnp.asarray(k), jnp.asarray(mask), bits, "float32")
+    codes = jitted(key_codes.encode_keys, k, mask, bits=bits, scales="float32")
     assert [(x.shape, x.dtype) for x in (codes.low, codes.step)] == 2 * [((*SHAPE[:3], 21), "float32")]
     assert codes.codes.shape[-1] == SHAPE[3] * {3: 6 + 3, 8: 21}[bits]  # of 3 bits, 2 in 6 bytes and 1 in 3
-    decoded = np.asarray(key_codes.decode_keys(codes, SHAPE[3], bits, "float32"))
+    decoded = np.asarray(jitted(key_codes.decode_keys, codes, page_size=SHAPE[3], bits=bits, dtype="float32"))
     for page in np.ndindex(*SHAPE[:3]):
         if len(keys := k[page][mask[page]]):
             assert_nearest(decoded[page][mask[page]], keys, bits)
@@ -49,10 +50,11 @@ def rounded(x: np.ndarray, scales: str) -> np.ndarray:
 @pytest.mark.parametrize(("bits", "scales"), [(2, "int8"), (3, "bfloat16"), (4, "int8"), (4, "float16"), (8, "bfloat16")])
 def test_codes_are_chosen_for_the_rounded_line(bits, scales):
     k, mask = drawn(32)
-    codes = key_codes.encode_keys(jnp.asarray(k), jnp.asarray(mask), bits, scales)
+    codes = jitted(key_codes.encode_keys, k, mask, bits=bits, scales=scales)
     width = 32 + 4 if scales == "int8" else 32 * 2
     assert sum(x.nbytes for x in jax.tree.leaves(codes)) == np.prod(SHAPE[:3]) * (SHAPE[3] * 4 * bits + 2 * width)
-    decoded, right = np.asarray(key_codes.decode_keys(codes, SHAPE[3], bits, "float32")), []
+    decoded = np.asarray(jitted(key_codes.decode_keys, codes, page_size=SHAPE[3], bits=bits, dtype="float32"))
+    right = []
     for page in np.ndindex(*SHAPE[:3]):
         if len(keys := k[page][mask[page]]):
             low, step = (rounded(x.astype(np.float32), scales) for x in reference.line(keys, bits))

@@ -121,7 +121,8 @@ def by_id(ids_and_weights: tuple[np.ndarray, np.ndarray]) -> list[np.ndarray]:
     return [np.take_along_axis(x, np.argsort(ids_and_weights[0], axis=1), axis=1) for x in ids_and_weights]
 
 
-@pytest.mark.parametrize("row, scale", families.by_scale(MIXTURES))
+@pytest.mark.parametrize("scale", [pytest.param("default", marks=pytest.mark.slow), "fan_in"])
+@pytest.mark.parametrize("row", MIXTURES, ids=str)
 def test_tokens_take_the_experts_of_transformers(row, scale, tmp_path):
     import torch
 

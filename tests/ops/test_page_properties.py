@@ -69,6 +69,7 @@ def test_digests_of_every_level_are_those_of_their_tokens(lengths, steps, seed):
             assert_digests(layer.state.index.levels, row, head, stored_keys(layer, row, head)[0])
 
 
+@pytest.mark.slow
 @FEW_EXAMPLES
 @given(seed=st.integers(0, 99))
 def test_the_order_of_pages_changes_nothing(seed):

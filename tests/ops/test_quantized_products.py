@@ -26,8 +26,18 @@ KINDS = {"int4": ml_dtypes.int4, "int8": np.int8, "float8_e4m3fn": ml_dtypes.flo
 
 
 @pytest.mark.parametrize("form", [at_once, by_blocks])
-@pytest.mark.parametrize("group, zero", [(32, True), (96, False)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind, group, zero",
+    [
+        ("int4", 32, True),
+        ("int8", 96, False),
+        ("float8_e4m3fn", 96, False),
+        ("bits", 32, True),
+        pytest.param("int4", 96, False, marks=pytest.mark.slow),
+        pytest.param("int8", 32, True, marks=pytest.mark.slow),
+        pytest.param("bits", 96, False, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("tokens", [1, MOST_ROWS, MOST_ROWS + 1])
 def test_a_product_is_that_of_the_dequantised_matrix(kind, group, zero, tokens, form, monkeypatch):
     """`by_blocks` cuts the 40 rows into blocks of 16; the last two blocks overlap."""

@@ -61,6 +61,7 @@ def test_turns_equal_transformers(models, case, cache):
     check_turns(theirs, Session(ours, Letters(), cache=cache, context_length=400), TURNS[case])
 
 
+@pytest.mark.slow
 def test_the_log_says_once_that_keys_are_made_anew(models, caplog):
     _, ours = models
     session = Session(ours, Letters(), cache=Full(), context_length=400)

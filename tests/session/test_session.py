@@ -62,10 +62,8 @@ def test_each_text_is_asked_with_its_own_sampling(bundled):
     assert [session.ask(question, sampling=s).text for question, s in turns] == [q.answer for q in questions]
 
 
-NARROW = pytest.param(Clustered(budget=64, digest_dtype="int8"), marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("cache", [pytest.param(Full(), marks=pytest.mark.slow), Clustered(budget=64), NARROW], ids=repr)
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [Full(), Clustered(budget=64), Clustered(budget=64, digest_dtype="int8")], ids=repr)
 def test_a_loaded_session_answers_bit_for_bit(bundled, tmp_path, monkeypatch, cache):
     text, questions = document()
     session, estimates = Session(*bundled, cache=cache, context_length=3000), []

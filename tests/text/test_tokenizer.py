@@ -107,6 +107,7 @@ def test_no_code_of_a_folder_runs(tmp_path, monkeypatch, capsys, way):
     assert not marker.exists() and capsys.readouterr().out == "" and sys.stdin.tell() == 0
 
 
+@pytest.mark.slow
 def test_the_command_line_runs_none_of_it_whatever_stdin_says(tmp_path):
     all_changes = {name: changes for files, error in WAYS.values() if error is None for name, changes in files.items()}
     marker = tmp_path / "it ran"
@@ -192,6 +193,7 @@ def test_a_panic_of_the_library_is_told_in_one_line(tmp_path, change):
         icejax.generate(model, tokenizer, "a" * 40 + "b", max_new_tokens=1)
 
 
+@pytest.mark.slow
 def test_a_command_prints_no_line_of_a_panic(tmp_path):
     """The pattern tries all ways to cut a row of a's, of which there are too many."""
     shutil.copytree(ASSETS, tmp_path / "model")
