@@ -13,7 +13,7 @@ PANELS = (
     ("moved_bytes", "kl", "moved from the host per step, MiB", ""),
     ("device_bytes", "error", "cache on the device, MiB", "relative error of attention"),
 )
-LEAST = dict(kl=1e-6, error=1e-4)  # smaller ones are not drawn
+LEAST = dict(kl=1e-9, error=1e-6)  # smaller ones are rounding, and are not drawn
 
 
 def draw(rows: list[dict], path: Path) -> None:
