@@ -67,7 +67,7 @@ FAULTS = (
     ("engine/decode/run.py", "done & ~rows", "done", "api/test_forced_tokens.py::test_a_named_token_undoes_an_end_and_hides_no_failure"),
     ("evaluation/harness.py", "self.max_length - 1, context_len=1", "self.max_length, context_len=1", "evaluation/test_harness.py::test_a_whole_text_counts_each_token_once"),
     ("evaluation/answers.py", "and not first.startswith(line)", "and False", "evaluation/test_answers.py::test_other_answers_are_refused_and_stay"),
-    ("evaluation/code.py", "<= atol + 1e-07", "<= 1 + 1e-07", "evaluation/test_code.py::test_a_completion_passes_by_the_tests_that_its_file_has"),
+    ("evaluation/tasks/code.py", "<= atol + 1e-07", "<= 1 + 1e-07", "evaluation/tasks/test_code.py::test_a_completion_passes_by_the_tests_that_its_file_has"),
     ("evaluation/speed.py", "test.depth or (1 if", "test.depth + test.tokens or (1 if", "evaluation/test_speed.py::test_only_the_tokens_of_a_test_are_timed[full]"),
     ("evaluation/speed.py", ", eos_token_ids=()", "", "evaluation/test_speed.py::test_an_answer_does_not_end_at_an_eos"),
     ("commands/bench.py", "for depth in depths for answer, tokens in kinds", "for answer, tokens in kinds for depth in depths", "commands/test_bench.py::test_json_has_a_row_for_each_test"),

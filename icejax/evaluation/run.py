@@ -9,10 +9,10 @@ import lm_eval
 from lm_eval.tasks import TaskManager
 
 from icejax.checks.errors import InputError
-from icejax.evaluation import code
 from icejax.evaluation.harness import HarnessModel
 from icejax.evaluation.scores import Scores
-from icejax.evaluation.tasks import with_local_data
+from icejax.evaluation.tasks import code
+from icejax.evaluation.tasks.local import with_local_data
 
 
 def evaluate(
@@ -22,7 +22,7 @@ def evaluate(
 
     Args:
         names: names of tasks or groups of tasks.
-        data: folder of local files, for tasks of `tasks.LOCAL`.
+        data: folder of local files, for tasks of `tasks.local.LOCAL`.
         include_path: a folder with task files of the user's own.
         options: of `lm_eval.simple_evaluate`: limit, num_fewshot, gen_kwargs, apply_chat_template, system_instruction.
 

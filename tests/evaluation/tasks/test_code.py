@@ -9,7 +9,7 @@ from icejax.checks.errors import InputError
 from icejax.sandbox import programs
 
 pytest.importorskip("lm_eval")
-from icejax.evaluation import code  # noqa: E402
+from icejax.evaluation.tasks import code  # noqa: E402
 
 PROBLEM = dict(
     task_id="Test/0",

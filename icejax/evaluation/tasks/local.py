@@ -13,7 +13,7 @@ import lm_eval
 import yaml
 
 from icejax.checks.errors import InputError
-from icejax.evaluation import code
+from icejax.evaluation.tasks import code
 
 # The harness's own description of a task, and the file of each split in the data folder.
 LOCAL = {
