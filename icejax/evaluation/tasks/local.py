@@ -1,7 +1,6 @@
-"""Tasks of lm-evaluation-harness whose data come from local files, for machines that reach no hub.
+"""Tasks whose data come from local files, for machines that reach no hub, and tasks that lm-evaluation-harness lacks.
 
-`--data DIR` names a folder with the files below; docs/how-to/evaluate.md says where each is had. Prompts and scorers are the
-harness's own.
+`--data DIR` names a folder with the files; docs/how-to/evaluate.md says where each is had.
 """
 
 from __future__ import annotations
@@ -11,29 +10,39 @@ from typing import Any
 
 import lm_eval
 import yaml
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
 
 from icejax.checks.errors import InputError
-from icejax.evaluation.tasks import code
+from icejax.evaluation.tasks import code, longbench, mbpp, retrieval, ruler
+from icejax.evaluation.tasks.generation import Setting
 
 # The harness's own description of a task, and the file of each split in the data folder.
 LOCAL = {
     "gsm8k": ("gsm8k/gsm8k.yaml", dict(train="gsm8k/train-head.jsonl", test="gsm8k/test.jsonl")),
     "gsm8k_cot": ("gsm8k/gsm8k-cot.yaml", dict(test="gsm8k/test.jsonl")),
 }
+OURS = (code, mbpp, longbench, retrieval, ruler)
 
 
-def with_local_data(names: list[str], data: Path | None) -> list[str | dict[str, Any]]:
-    """Returns the tasks; one in `LOCAL` or of `code` reads its files in `data`, unless `data` is None.
+def has(name: str) -> bool:
+    """Returns whether a task or group of this name comes from local files."""
+    return name in LOCAL or any(module.has(name) for module in OURS)
+
+
+def local_task(name: str, setting: Setting) -> dict[str, Any] | Task | Group:
+    """Returns a task or group that `has` knows.
 
     Raises:
-        InputError: a file is missing.
+        InputError: a file is missing or is another, or this machine lacks what a score needs.
     """
-    if data is None:
-        return names
-    return [code.task(name, data) if name in code.FILES else _local(name, data) if name in LOCAL else name for name in names]
+    if name in LOCAL:
+        return _described(name, setting.data)
+    [module] = [module for module in OURS if module.has(name)]
+    return module.task(name, setting)
 
 
-def _local(name: str, data: Path) -> dict[str, Any]:
+def _described(name: str, data: Path) -> dict[str, Any]:
     description, files = LOCAL[name]
     for file in files.values():
         if not (data / file).is_file():

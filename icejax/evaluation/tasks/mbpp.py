@@ -38,7 +38,9 @@ SPECIAL = dict.fromkeys(
     SETS,
 )
 SPECIAL |= dict.fromkeys(("check_str", "text_match_three", "text_starta_endb"), GIVEN)
-SPECIAL |= dict(are_equivalent="return True", sum_div="if out == 0: return True", surface_Area=HEIGHT, digit_distance_nums=DIGITS)
+SPECIAL |= dict(
+    are_equivalent="return True", sum_div="if out == 0: return True", surface_Area=HEIGHT, digit_distance_nums=DIGITS
+)
 
 
 def _deep(x: Any) -> Any:
