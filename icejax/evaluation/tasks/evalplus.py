@@ -1,7 +1,7 @@
 """EvalPlus's comparison of two functions' results (Liu et al. 2023, arXiv 2305.01210), as the end of a program.
 
-The function under test and the problem's own solution get the same inputs, each a copy of its own. Results are compared exactly; where
-they are floats, or the problem names a tolerance, as `np.allclose` does with that tolerance and 1e-7 relative.
+The tested function and the problem's own solution get the same inputs, each a copy of its own. Results are compared exactly,
+floats, and results of problems that name a tolerance, as `np.allclose` does with that tolerance and 1e-7 relative.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def comparison(problem: dict[str, str], special: str) -> str:
     Args:
         problem: `entry_point`, the function's name; `reference`, a program that defines it rightly; `inputs`, its arguments as
             a Python expression, a list with a list for each call; `atol`, the absolute tolerance, 0 for none.
-        special: a statement, or nothing; it returns whether `out` is right for `inputs` where a comparison with `expected` is not enough.
+        special: a statement, or nothing; it returns whether `out` is right for `inputs`, where a comparison with `expected` is
+            not enough.
     """
     return TEST.format(
         entry=problem["entry_point"],

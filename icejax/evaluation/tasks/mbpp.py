@@ -2,8 +2,8 @@
 
 MBPP is Austin et al. 2021 (arXiv 2108.07732), MBPP+ Liu et al. 2023 (arXiv 2305.01210). The file is that of
 evalplus/mbppplus_release. Prompts and stop strings are those of Qwen2.5-Coder's own evaluation (qwencoder-eval/base and
-qwencoder-eval/instruct in its repository). The types of inputs, which JSON does not keep, and the problems with many right answers
-are those of evalplus/data/mbpp.py and evalplus/eval/_special_oracle.py (Apache-2.0).
+qwencoder-eval/instruct in its repository). The types of inputs, which JSON does not hold, and the problems with many right
+answers are those of EvalPlus 0.3.1 (evalplus/data/mbpp.py and evalplus/eval/_special_oracle.py, Apache-2.0).
 """
 
 from __future__ import annotations

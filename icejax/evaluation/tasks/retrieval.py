@@ -1,8 +1,8 @@
 """Retrieval of one line or value among many: LongChat's lines and lost-in-the-middle's key-value pairs.
 
 LongChat's lines are of Li et al. 2023 (DachengLi1/LongChat, longeval/evaluation/lines/testcases), the pairs of Liu et al. 2023
-(arXiv 2307.03172; nelson-liu/lost-in-the-middle, kv_retrieval_data). Prompts, scores and numbers of new tokens are theirs. Of the
-pairs each stands where its file has it; the paper moves it to five places in turn.
+(arXiv 2307.03172; nelson-liu/lost-in-the-middle, kv_retrieval_data). Prompts, scores and numbers of new tokens are theirs. The
+pair that a prompt asks for stands where the file has it, which is all places about as often; the paper moves it to a few.
 """
 
 from __future__ import annotations
@@ -54,7 +54,13 @@ def _lines_task(name: str, setting: Setting) -> ConfigurableTask:
 
 
 def _lines(line: dict[str, Any]) -> dict[str, Any]:
-    return dict(prompt="".join([line["prompt"]]), answer=int(line["expected_number"]))
+    return dict(prompt=_text(line["prompt"]), answer=int(line["expected_number"]))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("a prompt is no text")
+    return value
 
 
 def _last_number(row: dict[str, Any], answer: str) -> float:

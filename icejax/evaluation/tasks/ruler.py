@@ -1,13 +1,12 @@
 """RULER (Hsieh et al. 2024, arXiv 2404.06654) at any length, made with the model's own tokenizer: `ruler_vt_8192`.
 
-Scores are those of scripts/eval/synthetic/constants.py of NVIDIA/RULER: the fraction of the right texts that an answer has, and for
-qa_1 and qa_2 whether it has any of them. The words are those of the package wonderwords, as there.
+Scores are those of scripts/eval/synthetic/constants.py of NVIDIA/RULER: the fraction of the right texts that an answer has, and
+for qa_1 and qa_2 whether it has any of them. The words are those of the package wonderwords, as there.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 from typing import Any
 
@@ -18,7 +17,7 @@ from icejax.checks.errors import InputError
 from icejax.evaluation.tasks import ruler_needles, ruler_questions, ruler_words
 from icejax.evaluation.tasks.files import json_document
 from icejax.evaluation.tasks.generation import Setting, generation_task, group
-from icejax.evaluation.tasks.ruler_prompts import SHORT, Sized
+from icejax.evaluation.tasks.ruler_prompts import SHORT, Count, Sized
 
 GROUP = "ruler"
 SAMPLES = 500  # of each task
@@ -42,8 +41,6 @@ def task(name: str, setting: Setting) -> ConfigurableTask | Group:
     length = int(digits or SHORT)
     if length > setting.model.max_length:
         raise InputError(f"{name} needs {length} tokens, and --context-length is {setting.model.max_length}: raise it")
-    if importlib.util.find_spec("wonderwords") is None:
-        raise InputError(f"{name} is made of wonderwords, which is not installed: pip install 'icejax[evaluate]'")
     if kind is None:
         return group(name, [_task(f"{GROUP}_{made}_{length}", made, length, setting) for made in MADE])
     return _task(name, kind, length, setting)
@@ -66,7 +63,7 @@ def _task(name: str, kind: str, length: int, setting: Setting) -> ConfigurableTa
     return generation_task(name, rows, score, new_tokens=prompts.new_tokens, prefixed=True)
 
 
-def _made(kind: str, length: int, setting: Setting, count: Any) -> Sized | ruler_words.FrequentWords:
+def _made(kind: str, length: int, setting: Setting, count: Count) -> Sized | ruler_words.FrequentWords:
     if kind == "fwe":
         return ruler_words.FrequentWords()
     if kind == "vt":
@@ -78,9 +75,14 @@ def _made(kind: str, length: int, setting: Setting, count: Any) -> Sized | ruler
 
 @functools.cache
 def words(kind: str) -> list[str]:
-    """Returns the words of a list of wonderwords: "noun", "adjective" or "verb"."""
-    from wonderwords import RandomWord
-
+    """Returns the words of a list of wonderwords: "noun", "adjective" or "verb"; InputError without the package."""
+    try:
+        from wonderwords import RandomWord
+    except ImportError:
+        text = (
+            "RULER's needles and common words are made of wonderwords, which is not installed: pip install 'icejax[evaluate]'"
+        )
+        raise InputError(text) from None
     return RandomWord.read_words(f"{kind}list.txt")
 
 
