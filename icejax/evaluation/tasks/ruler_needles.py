@@ -6,11 +6,13 @@ where RULER asks NLTK's Punkt, whose model is a file of its own.
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import random
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +64,34 @@ TASKS = {
 }
 
 
+class Pairs(Sequence[str]):
+    """The texts "adjective-noun" of two lists, each once and sorted: millions, of which one is made when it is asked for.
+
+    Texts that begin with the same adjective stand together, as do all texts of adjectives that begin with another and a hyphen.
+    """
+
+    def __init__(self, adjectives: Sequence[str], nouns: Sequence[str]) -> None:
+        self._nouns, self._groups = sorted(set(nouns)), list[list[str]]()
+        for start in sorted({f"{adjective}-" for adjective in adjectives}):
+            if self._groups and start.startswith(self._groups[-1][0]):
+                self._groups[-1].append(start)
+            else:
+                self._groups.append([start])
+        sizes = [len(self._nouns) if len(group) == 1 else len(self._texts(group)) for group in self._groups]
+        self._ends = list(itertools.accumulate(sizes))
+
+    def _texts(self, group: list[str]) -> list[str]:
+        return sorted({start + noun for start in group for noun in self._nouns})
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> str:
+        number = bisect.bisect_right(self._ends, index)
+        group, place = self._groups[number], index - (self._ends[number - 1] if number else 0)
+        return group[0] + self._nouns[place] if len(group) == 1 else self._texts(group)[place]
+
+
 def needles(task: Needles, words: Callable[[str], list[str]], essay: Callable[[], str], length: int) -> Sized:
     """Returns the prompts of a task.
 
@@ -71,7 +101,7 @@ def needles(task: Needles, words: Callable[[str], list[str]], essay: Callable[[]
         length: tokens of a prompt and its answer.
     """
     draws = random.Random(SEED)
-    pairs = sorted({f"{adjective}-{noun}" for adjective in words("adjective") for noun in words("noun")})
+    pairs = Pairs(words("adjective"), words("noun")) if task.keys == "words" else ()
     essay_words = re.sub(r"\s+", " ", essay()).split(" ") if task.haystack == "essay" else []
 
     def drawn(what: str) -> str:

@@ -113,10 +113,11 @@ def test_a_long_prompt_loses_its_middle_and_code_gets_no_chat_template(tmp_path)
 
 def test_a_cut_text_that_has_more_tokens_than_its_parts_is_cut_further():
     model = words.model()
-    # Two halves of one token each, which join to a text of one token, but to three where a mark stands at the seam.
-    model.tok_encode = lambda text: words.encode(text) + ["+"] * text.count("a")
-    got = longbench.without_middle(model, "a b c d e", 6)
-    assert len(model.tok_encode(got)) <= 6 and got.startswith("a") and got.endswith("e")
+    # Each decoded half ends with "a", which counts twice in a text: halves of four tokens make 10, of three 5.
+    model.tok_encode = lambda text: [part for word in words.encode(text) for part in (word, "")[: 1 + (word == "a")]]
+    model.tokenizer.decode = lambda tokens, skip_special_tokens: "".join(tokens) + "a"
+    assert len(model.tok_encode("b c a h ia")) == 10
+    assert longbench.without_middle(model, "b c d e f g h i", 8) == "b cah ia"
     with pytest.raises(InputError, match="leaves no room"):
         longbench.without_middle(model, "a b c d e", 1)
 

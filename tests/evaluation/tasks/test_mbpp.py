@@ -27,6 +27,7 @@ SUM = PROBLEM | dict(
     entry_point="total",
     canonical_solution="\ndef total(x):\n    return sum(x) / 4\n",
     base_input=[[[1.5, 2.0]]],
+    plus_input=[],
 )
 # Completions that EvalPlus 0.3 and the published verdicts, which are older, judge otherwise: since 0.3 sets are compared as sets.
 NEWER = {"Mbpp/2", "Mbpp/579"}
