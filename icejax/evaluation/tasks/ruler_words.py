@@ -39,7 +39,7 @@ FREQUENT = (
     "frequently appeared words in the above coded text?"
 )
 FREQUENT_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
-LETTERS, FREQUENT_TOKENS = 6, 50
+LETTERS, FREQUENT_WORDS, FREQUENT_TOKENS = 6, 3, 50
 
 
 def variables(count: Count, length: int) -> Sized:
@@ -123,16 +123,16 @@ class FrequentWords:
             InputError: no prompt is that short.
         """
         draws, room = random.Random(SEED), length - self.new_tokens
-        vocabulary_size, step = room // 50, room // 32
+        vocabulary_size, step = room // 50, max(1, room // 32)
         vocabulary, size = self._vocabulary(draws, vocabulary_size), room // LETTERS
-        while step and self._prompt(vocabulary, size).tokens(count) < room:
+        while self._prompt(vocabulary, size).tokens(count) < room:
             size += step
         largest = size - step
         for _ in range(samples):
             vocabulary, size = self._vocabulary(draws, vocabulary_size), largest
             while size > 0 and (prompt := self._prompt(vocabulary, size)).tokens(count) > room:
                 size -= step
-            if size <= 0:
+            if size <= 0 or len(prompt.answers) < FREQUENT_WORDS:
                 raise InputError(f"a prompt of this task of RULER has more than {length} tokens: ask for a longer one")
             yield prompt
 
@@ -152,4 +152,4 @@ class FrequentWords:
         counts = (size * ranks**-2.0 / zeta).astype(int)
         words = [word for word, times in zip(vocabulary, counts, strict=True) for _ in range(times)]
         random.Random(SEED).shuffle(words)
-        return Prompt(FREQUENT.format(context=" ".join(words)), FREQUENT_PREFIX, vocabulary[1:4])
+        return Prompt(FREQUENT.format(context=" ".join(words)), FREQUENT_PREFIX, vocabulary[1 : 1 + FREQUENT_WORDS])

@@ -167,6 +167,7 @@ def test_bad_input_is_named(folder, tmp_path, monkeypatch):
         ("ruler_vt_100", setting, "has more than 100 tokens"),
         ("ruler_niah_single_1_100", setting, "has more than 100 tokens"),
         ("ruler_fwe_60", setting, "has more than 60 tokens"),
+        ("ruler_fwe_230", setting, "has more than 230 tokens"),
         ("ruler_qa_2_300", setting, "has more than 300 tokens"),
         ("ruler_niah_single_2", empty, "--data has no PaulGrahamEssays.json.gz"),
         ("ruler_qa_1", empty, "--data has no squad.json"),
