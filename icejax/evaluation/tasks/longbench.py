@@ -2,8 +2,8 @@
 
 The files are those of MilkThink-Lab/MiniLongBench, pred_data/example, a data set each, as JSON lines of prompt and gold, and
 config/dataset2maxlen.json of THUDM/LongBench. Scores, numbers of new tokens and the cut of long prompts are LongBench's: a
-prompt that does not fit loses its middle, and six data sets are continued without a chat template. The answers of samsum end
-with their first line, of which LongBench does not let the first token be the end.
+prompt that does not fit loses its middle, and six data sets are continued without a chat template. LongBench also forbids that
+an answer of samsum begins with the newline that ends it; here the answer goes on, and its first line counts.
 """
 
 from __future__ import annotations
