@@ -85,7 +85,7 @@ def test_tasks_over_local_files_and_their_group(tmp_path, capsys):
     command = ["--tasks", "longchat_lines", "--data", tmp_path, "--output", tmp_path / "scores", "--cache", "full"]
     assert run(*command, "--gen-kwargs", "max_gen_toks=6", "--context-length", 512, "--compile-cache", "none") == 0
     table = capsys.readouterr().out
-    assert table.count("0.5000") == 6 and "longchat_lines_680" in table
+    assert table.count("0.5000 ±") == 6 and "longchat_lines_680" in table
     results = json.loads((tmp_path / "scores/full/results.json").read_text())["results"]
     assert results["longchat_lines"]["score,none"] == results["longchat_lines_300"]["score,none"] == 0.5
     assert len((tmp_path / "scores/full/answers.jsonl").read_text().splitlines()) == 2  # equal prompts run once
