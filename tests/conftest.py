@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 from packaging.version import parse
 
@@ -105,3 +106,12 @@ def drop_programs() -> None:
 def bundled():
     """The bundled model and its tokenizer; tests must not change them."""
     return icejax.load()
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """The folder of benchmarks' files that ICEJAX_TEST_DATA names, as --data takes it; tests that need one are skipped without."""
+    folder = os.environ.get("ICEJAX_TEST_DATA")
+    if folder is None:
+        pytest.skip("ICEJAX_TEST_DATA names no folder with the files of docs/how-to/evaluate.md")
+    return Path(folder)

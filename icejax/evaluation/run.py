@@ -9,10 +9,10 @@ import lm_eval
 from lm_eval.tasks import TaskManager
 
 from icejax.checks.errors import InputError
-from icejax.evaluation import code
 from icejax.evaluation.harness import HarnessModel
 from icejax.evaluation.scores import Scores
-from icejax.evaluation.tasks import with_local_data
+from icejax.evaluation.tasks import local
+from icejax.evaluation.tasks.generation import Setting
 
 
 def evaluate(
@@ -22,7 +22,7 @@ def evaluate(
 
     Args:
         names: names of tasks or groups of tasks.
-        data: folder of local files, for tasks of `tasks.LOCAL`.
+        data: folder of local files, for tasks that `tasks.local` has.
         include_path: a folder with task files of the user's own.
         options: of `lm_eval.simple_evaluate`: limit, num_fewshot, gen_kwargs, apply_chat_template, system_instruction.
 
@@ -30,14 +30,25 @@ def evaluate(
         InputError: a task is unknown, its data cannot be had, or an option is out of range.
     """
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
-    unknown = [name for name in names if not (manager.match_tasks([name]) or (data is not None and name in code.FILES))]
+    ours = [data is not None and local.has(name) for name in names]
+    unknown = [name for name, own in zip(names, ours, strict=True) if not (own or manager.match_tasks([name]))]
     if unknown:
         raise InputError(f"no task is named {unknown[0]}: lm-eval ls tasks shows all names, and --include-path adds your own")
+    setting = Setting(data, model, options.get("limit"), _chat_tokens(model, **options))
+    tasks = [local.local_task(name, setting) if own else name for name, own in zip(names, ours, strict=True)]
     try:
-        results = lm_eval.simple_evaluate(
-            model, tasks=with_local_data(names, data), task_manager=manager, log_samples=True, **options
-        )
+        results = lm_eval.simple_evaluate(model, tasks=tasks, task_manager=manager, log_samples=True, **options)
     except (ConnectionError, FileNotFoundError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"the data of a task cannot be had: {reason}; --data reads local files") from None
     return Scores.of(results)
+
+
+def _chat_tokens(
+    model: HarnessModel, *, apply_chat_template: bool = False, system_instruction: str | None = None, **_: Any
+) -> int:
+    """Returns the tokens that the chat template and the system message add to a prompt, or at most one more."""
+    if not apply_chat_template:
+        return 0
+    system = [] if system_instruction is None else [dict(role="system", content=system_instruction)]
+    return len(model.tok_encode(model.apply_chat_template([*system, dict(role="user", content="a")])))

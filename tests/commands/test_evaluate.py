@@ -1,5 +1,6 @@
 """`icejax evaluate`: a task on the bundled model, its table and files, and what it refuses."""
 
+import gzip
 import importlib.util
 import json
 import stat
@@ -71,6 +72,23 @@ def test_two_caches_are_scored_in_pairs_and_a_run_goes_on(tmp_path, tasks, capsy
     assert "0.5000" in capsys.readouterr().out
     assert run(*command, "--cache", "full", "--context-length", 300) == 2
     assert "another model, cache or context length" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_tasks_over_local_files_and_their_group(tmp_path, capsys):
+    (tmp_path / "longchat").mkdir()
+    for count in (200, 300, 400, 500, 680):
+        # The bundled model finds pass keys; of the two answers one is said to be right.
+        lines = [dict(prompt=LINES[0]["text"], expected_number=number) for number in (94864, 1)]
+        text = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        (tmp_path / f"longchat/{count}_lines.jsonl.gz").write_bytes(gzip.compress(text))
+    command = ["--tasks", "longchat_lines", "--data", tmp_path, "--output", tmp_path / "scores", "--cache", "full"]
+    assert run(*command, "--gen-kwargs", "max_gen_toks=6", "--context-length", 512, "--compile-cache", "none") == 0
+    table = capsys.readouterr().out
+    assert table.count("0.5000 ±") == 6 and "longchat_lines_680" in table
+    results = json.loads((tmp_path / "scores/full/results.json").read_text())["results"]
+    assert results["longchat_lines"]["score,none"] == results["longchat_lines_300"]["score,none"] == 0.5
+    assert len((tmp_path / "scores/full/answers.jsonl").read_text().splitlines()) == 2  # equal prompts run once
 
 
 @pytest.mark.parametrize(

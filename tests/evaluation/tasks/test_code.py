@@ -7,9 +7,11 @@ import pytest
 
 from icejax.checks.errors import InputError
 from icejax.sandbox import programs
+from tests.helpers import words
 
 pytest.importorskip("lm_eval")
-from icejax.evaluation import code  # noqa: E402
+from icejax.evaluation.tasks import code  # noqa: E402
+from icejax.evaluation.tasks.generation import Setting  # noqa: E402
 
 PROBLEM = dict(
     task_id="Test/0",
@@ -90,7 +92,7 @@ def test_other_files_are_refused(tmp_path, line):
 def test_a_task_runs_what_the_model_was_asked_for(tmp_path, name, answer):
     (tmp_path / "evalplus").mkdir()
     write(tmp_path, PLUS).rename(tmp_path / code.FILES[name])
-    task = code.task(name, tmp_path)
+    task = code.task(name, Setting(tmp_path, words.model()))
     [problem] = task["custom_dataset"]()["test"]
     assert [task["process_results"](problem, [text]) for text in (answer, answer + " + 1")] == [
         {"pass@1": 1.0},

@@ -1,0 +1,89 @@
+"""Tasks in which a model answers prompts with text, and what such a task is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+from lm_eval.api.group import Group
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.config.group import AggMetricConfig
+
+from icejax.evaluation.harness import HarnessModel
+
+SCORE = "score"  # the metric of our tasks, from 0 to 1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What tasks are made from.
+
+    Attributes:
+        data: folder of local files.
+        model: the model that answers; its tokenizer counts tokens.
+        limit: number of samples of each task that are asked for; None: all.
+        chat_tokens: number of tokens that the chat template and the system message add to a prompt; 0 without a template.
+    """
+
+    data: Path
+    model: HarnessModel
+    limit: int | None = None
+    chat_tokens: int = 0
+
+
+class UnchattedTask(ConfigurableTask):
+    """A task whose prompts no chat template wraps: a model continues them."""
+
+    def fewshot_context(self, doc: dict, num_fewshot: int, *_: Any, gen_prefix: str | None = None, **__: Any) -> str:
+        """Returns the prompt of a sample as it stands."""
+        return super().fewshot_context(doc, num_fewshot, gen_prefix=gen_prefix)
+
+
+def generation_task(
+    name: str,
+    rows: list[dict[str, Any]],
+    score: Callable[[dict[str, Any], str], float],
+    *,
+    new_tokens: int,
+    until: tuple[str, ...] = (),
+    prefixed: bool = False,
+    chat: bool = True,
+) -> ConfigurableTask:
+    """Returns a task of the harness.
+
+    Args:
+        rows: samples, each with a `prompt`.
+        score: the score of an answer to a sample, from 0 to 1.
+        new_tokens: maximum number of tokens of an answer.
+        until: strings that end an answer.
+        prefixed: whether each sample has a `prefix` that its answer begins with.
+        chat: whether prompts go into the chat template where one is asked for.
+    """
+    config = dict(
+        task=name,
+        custom_dataset=lambda **_: {"test": datasets.Dataset.from_list(rows)},
+        test_split="test",
+        output_type="generate_until",
+        doc_to_text="prompt",
+        doc_to_target="",
+        target_delimiter="",
+        gen_prefix="prefix" if prefixed else None,
+        generation_kwargs=dict(until=list(until), max_gen_toks=new_tokens, do_sample=False),
+        process_results=lambda row, answers: {SCORE: score(row, answers[0])},
+        metric_list=[dict(metric=SCORE, aggregation="mean", higher_is_better=True)],
+        num_fewshot=0,
+        metadata=dict(version=1.0),
+    )
+    return (ConfigurableTask if chat else UnchattedTask)(config=config)
+
+
+def group(name: str, tasks: list[ConfigurableTask]) -> Group:
+    """Returns tasks as a group, whose score is the mean of theirs, each of the same weight."""
+    metric = AggMetricConfig(metric=SCORE, aggregation="mean", weight_by_size=False, filter_list=["none"])
+    tasks_together = Group(name=name, aggregate_metric_list=[metric], metadata=dict(version=1.0))
+    for task in tasks:
+        tasks_together.add(task)
+    return tasks_together
