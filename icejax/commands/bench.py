@@ -7,7 +7,6 @@ import json
 import math
 import resource
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from icejax.checkpoint.load import abstract
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import POSITIONS, integer
 from icejax.commands import options
-from icejax.commands.loading import load, tell_cache
+from icejax.commands.loading import load, model_name, tell_cache
 from icejax.commands.terminal.phases import Phases
 from icejax.commands.terminal.process import ending, write
 from icejax.evaluation.speed import Speed, SpeedTest, measure
@@ -57,9 +56,9 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         tell_cache(arguments, choice.reason, console)
     weight_bytes = sum(x.nbytes for x in jax.tree.leaves(model))
     fields = dict(
-        model=_name(arguments.model), model_type=model.config.model_type, params=_parameters(model), weight_bytes=weight_bytes,
-        dtype=model.dtype, cache=display_name(policy), budget=policy.budget, device=devices.device_name(),
-        icejax=__version__, jax=jax.__version__,
+        model=model_name(arguments.model), model_type=model.config.model_type, params=_parameters(model),
+        weight_bytes=weight_bytes, dtype=model.dtype, cache=display_name(policy), budget=policy.budget,
+        device=devices.device_name(), icejax=__version__, jax=jax.__version__,
     )  # fmt: skip
     with Phases(console, quiet=arguments.quiet) as phases:
         told = dict(host_memory_limit=limits["host_memory_limit"], progress=lambda done, total: phases(MEASURING, done, total))
@@ -97,11 +96,6 @@ def _numbers(option: str, text: str) -> list[int]:
     except ValueError:
         raise InputError(f"{option} must be whole numbers, comma-separated, got {text!r}") from None
     return [integer(option, number, least=0, most=POSITIONS) for number in numbers]
-
-
-def _name(model: str | None) -> str:
-    """Returns the model's name: the last part of its path."""
-    return "bundled" if model is None else Path(model).expanduser().name
 
 
 def _parameters(model: CausalLM) -> int:

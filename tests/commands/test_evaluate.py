@@ -69,6 +69,13 @@ def test_two_caches_are_scored_in_pairs_and_a_run_goes_on(tmp_path, tasks, capsy
     monkeypatch.setattr(harness, "stream_generate", None)  # a call would fail
     assert run(*command, "--cache", "full") == 0
     assert "0.5000" in capsys.readouterr().out
+    assert run("--compare", output, "--output", tmp_path / "report") == 0
+    assert "+0.0000 to +0.0000" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "report" / "report.jsonl").read_text().splitlines()]
+    assert [(row["cache"], row["budget"], row["samples"]) for row in rows] == [("clustered", 96, 2), ("full", None, 2)]
+    assert all(row["device_bytes"] > 0 and row["seconds_per_token"] > 0 and row["prompt_tokens"] > 20 for row in rows)
+    assert rows[0]["host_bytes"] > 0 == rows[1]["host_bytes"] and rows[0]["versions"].keys() >= {"icejax", "jax", "lm_eval"}
+    assert "clustered 96" in (tmp_path / "report" / "report.html").read_text()
     assert run(*command, "--cache", "full", "--context-length", 300) == 2
     assert "another model, cache or context length" in capsys.readouterr().err
 
@@ -81,7 +88,9 @@ def test_two_caches_are_scored_in_pairs_and_a_run_goes_on(tmp_path, tasks, capsy
         (["--tasks", "letters", "--cache", "full", "--against", "full"], "is the cache that is scored"),
         (["--tasks", "letters", "--against", "no"], "no"),
         (["--tasks", "letters", "--include-path", "/nowhere"], "--include-path"),
-        ([], "--tasks"),
+        (["--tasks", "letters", "--compare", "."], "--compare reads runs that are there, and runs none: leave --tasks out"),
+        (["--compare", "/nowhere"], "/nowhere has no results.json"),
+        ([], "--tasks NAMES is needed"),
     ],
 )
 def test_bad_input_is_one_line(arguments, message, capsys):
@@ -98,7 +107,9 @@ def test_a_task_that_nobody_has_and_missing_data(tmp_path, capsys):
     assert "--data has no gsm8k/train-head.jsonl" in capsys.readouterr().err
 
 
-def test_without_the_harness_a_line_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+@pytest.mark.parametrize("missing", ["lm_eval", "matplotlib"])
+def test_without_a_package_a_line_says_what_to_install(monkeypatch, capsys, missing):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else name)
     assert run("--tasks", "gsm8k") == 2
-    assert "pip install 'icejax[evaluate]'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "pip install 'icejax[evaluate]'" in error and missing.replace("_", "-") in error
