@@ -16,7 +16,7 @@ from icejax.cache.options import make_policy
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import display_name
 from icejax.checks.errors import InputError
-from icejax.checks.numbers import integer
+from icejax.checks.numbers import POSITIONS, integer, integers
 from icejax.commands import options
 from icejax.commands.loading import load, model_name, tell_cache
 from icejax.commands.terminal.process import ending, write
@@ -58,6 +58,8 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
             integer("--" + name.replace("_", "-"), getattr(arguments, name), least=least, most=2**31)
     if arguments.system is not None and not arguments.chat:
         raise InputError("--system needs --chat: it is a message of the chat template")
+    if arguments.lengths is not None:
+        arguments.lengths = tuple(integers("--lengths", arguments.lengths, most=POSITIONS))
     for flag, folder in (("--data", arguments.data), ("--include-path", arguments.include_path)):
         if folder is not None and not folder.is_dir():
             raise InputError(f"{flag} must be a folder, got {folder}")
@@ -112,6 +114,8 @@ def _score(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any, polic
         arguments.tasks.split(","),
         data=arguments.data,
         include_path=arguments.include_path,
+        lengths=arguments.lengths,
+        text=arguments.text,
         limit=arguments.limit,
         num_fewshot=arguments.num_fewshot,
         gen_kwargs=arguments.gen_kwargs,

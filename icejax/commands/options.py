@@ -100,6 +100,9 @@ def evaluate_parser(name: str) -> Parser:
     compare_help = "run nothing: report on finished runs in these folders, or in the folders inside them"
     tasks.add_argument("--compare", type=Path, nargs="+", metavar="DIR", help=compare_help)
     tasks.add_argument("--data", type=Path, metavar="DIR", help="read tasks from files in DIR, where icejax knows their names")
+    lengths_help = "tokens of generated samples, comma-separated (default: the task's)"
+    tasks.add_argument("--lengths", metavar="N,...", help=lengths_help)
+    tasks.add_argument("--text", type=Path, metavar="FILE", help="the text that the task perplexity scores")
     tasks.add_argument("--include-path", type=Path, metavar="DIR", help="a folder with task files (YAML) of your own")
     tasks.add_argument("-L", "--limit", type=int, metavar="N", help="samples of each task (default: all)")
     tasks.add_argument("-k", "--num-fewshot", "--num_fewshot", type=int, metavar="K", help="examples (default: the task's)")

@@ -27,6 +27,7 @@ from icejax.checks.numbers import integer
 from icejax.engine.request import Request
 from icejax.engine.response import GenerationResponse, join
 from icejax.engine.sampling import Sampling
+from icejax.evaluation import conversation
 from icejax.evaluation.answers import Answers
 from icejax.models.decoder import CausalLM
 from icejax.text.encode import encode
@@ -143,6 +144,37 @@ class HarnessModel(TemplateLM):
         """Returns the answers to prompts, each up to a stop string, an end or its number of tokens."""
         asked = [(self._request(*request.args), ["generate_until", *request.args]) for request in requests]
         return self._answered(asked, _tasks(requests), lambda response: response.text, "answers", disable_tqdm)
+
+    def token_logprobs(self, requests: list[Instance], disable_tqdm: bool = False) -> list[list[float]]:
+        """Returns the log-probabilities of forced tokens, for (name, tokens, how many of the last ones are forced)."""
+        asked = [
+            (Request(prompt=tokens[:-count], forced_tokens=tokens[-count:], logprobs=0), ["token_logprobs", tokens, count])
+            for _, tokens, count in (request.args for request in requests)
+        ]
+
+        def read(response: GenerationResponse) -> list[float]:
+            return [token.chosen.logprob for token in response.logprobs]
+
+        return self._answered(asked, _tasks(requests), read, "log-probabilities", disable_tqdm)
+
+    def converse(self, requests: list[Instance], disable_tqdm: bool = False) -> list[list[str]]:
+        """Returns the answers to questions about texts, each text in a session of its own (`evaluation.conversation`)."""
+        keys = [self.answers.key(["converse", *request.args]) for request in requests]
+        waiting = [(key, request.args) for key, request in zip(keys, requests, strict=True) if key not in self.answers]
+        with tqdm(
+            total=len(keys),
+            initial=len(keys) - len(waiting),
+            desc=f"{display_name(self.cache)}: sessions",
+            disable=disable_tqdm,
+        ) as bar:
+            for key, (text, options) in waiting:
+                limits = dict(cache=self.cache, host_memory_limit=self._host_memory_limit)
+                responses = conversation.answers(self.model, self.tokenizer, text, **limits, **options)
+                self.answers.add(key, [response.text for response in responses], _measured(responses[-1]))
+                bar.update()
+        for key, task in zip(keys, _tasks(requests), strict=True):
+            self.asked[task].add(key)
+        return [self.answers[key] for key in keys]
 
     def _request(self, context: str, generation: dict[str, Any]) -> Request:
         options = dict(normalize_gen_kwargs(generation, self.max_gen_toks))
