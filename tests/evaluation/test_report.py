@@ -4,11 +4,13 @@ import html.parser
 import json
 import math
 import stat
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from icejax.checks.errors import InputError
+from icejax.evaluation.answers import Answers
 from icejax.evaluation.paired import difference
 from icejax.evaluation.report import places, runs, table
 from icejax.evaluation.scores import Scores
@@ -81,6 +83,32 @@ def test_means_by_length_and_by_depth(tmp_path):
     np.testing.assert_allclose(heat, [[0.5, 0.5], [0, 0]])
     [run] = runs.read([finished(tmp_path / "b", "full", None, [2.0, 1.0, 4.0], metric="nll")])
     assert places.by_length(run, ("hay", "nll,none"))[16].value == pytest.approx(math.exp(3))
+
+
+def test_what_answers_took_is_recorded_by_task():
+    pytest.importorskip("lm_eval")
+    from icejax.evaluation.report import about
+
+    answers = Answers()
+    for key, prompt, seconds, device in (
+        ("a", 10, 0.5, 100),
+        ("b", 30, 0.25, 300),
+        ("c", 20, None, 200),
+        ("other", 99, 9.0, 999),
+    ):
+        took = dict(
+            prompt_tokens=prompt, new_tokens=4, tpot_s=seconds, device_kv_bytes=device, digest_bytes=7, host_kv_bytes=2 * device
+        )
+        answers.add(key, "", took)
+    assert about._took(SimpleNamespace(answers=answers), {"a", "b", "c"}) == dict(
+        answers=3,
+        prompt_tokens=20,
+        new_tokens=4,
+        device_bytes=307,
+        host_bytes=600,
+        seconds_per_token=0.375,
+        tokens_per_s=1 / 0.375,
+    )
 
 
 class Addresses(html.parser.HTMLParser):

@@ -30,7 +30,7 @@ PROMPT = (
 LENGTHS = (1024, 2048, 4096, 8192)
 DEPTHS = tuple(range(0, 101, 10))  # percent
 ANSWER_TOKENS = 50
-SENTENCE = re.compile(r"(?<=[.!?])(?=\s)")
+SENTENCE = re.compile(r"(?<=[.!?])(?=\s)|(?=\n\n)")  # or a paragraph, such as a heading
 LONGEST = 8  # characters of a token, on average
 
 

@@ -25,6 +25,7 @@ QUESTION = "Repeat the function `{}` of {} from the code above exactly, in a cod
 BEGUN, END = "```python\n", "\n```"
 LENGTHS = (2048, 4096, 8192)
 SAMPLES = 10  # of each length
+DRAWS = 20  # texts that are tried for one with functions that fit their answers
 TURNS = 3
 CLOSED = 8  # tokens of an answer beside the function
 ANSWER_TOKENS, QUESTION_TOKENS = 256, 96  # most of each; a question's with its chat template
@@ -110,12 +111,14 @@ def _answer_tokens(setting: Setting, function: Function) -> int:
 
 def _sample(setting: Setting, length: int, number: int) -> tuple[Excerpt, tuple[Function, ...]]:
     """Returns functions, and those that are asked for: from the end, the beginning and the middle of the text."""
-    code = excerpt(setting, tokens=length - TURNS * (ANSWER_TOKENS + QUESTION_TOKENS) - TEMPLATE, number=number)
-    fitting = [function for function in code.functions if function.fits and code.alone(function)]
-    fitting = [function for function in fitting if _answer_tokens(setting, function) <= ANSWER_TOKENS]
-    if len(fitting) < TURNS:
-        raise InputError(f"a text of {length} tokens has fewer than {TURNS} functions to ask for: give longer --lengths")
-    chosen: list[Function] = []
-    for depth in (85, 15, 50):
-        chosen.append(code.nearest([function for function in fitting if function not in chosen], depth))
-    return code, tuple(chosen)
+    tokens = length - TURNS * (ANSWER_TOKENS + QUESTION_TOKENS) - TEMPLATE
+    for draw in range(DRAWS):
+        code = excerpt(setting, tokens=tokens, number=DRAWS * number + draw)
+        fitting = [function for function in code.functions if function.fits and code.alone(function)]
+        fitting = [function for function in fitting if _answer_tokens(setting, function) <= ANSWER_TOKENS]
+        if len(fitting) >= TURNS:
+            chosen: list[Function] = []
+            for depth in (85, 15, 50):
+                chosen.append(code.nearest([function for function in fitting if function not in chosen], depth))
+            return code, tuple(chosen)
+    raise InputError(f"a text of {length} tokens has fewer than {TURNS} functions to ask for: give longer --lengths")
