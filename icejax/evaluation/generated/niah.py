@@ -1,8 +1,9 @@
 """Needle in a haystack (Kamradt 2023): one sentence in a long text, at each length and depth.
 
-Needle, question and prompt are the usual ones. The score is that of Fu et al. 2024 (arXiv 2402.10171, their published
-`visualize.py`): the share of the answer's words that the model's line has. The haystack is Paul Graham's essays where the data
-folder has RULER's file of them, else the prose of Python's language reference.
+Needle, question and prompt are the usual ones. The answer is begun for the model, because small models often end it at once. The
+score is that of Fu et al. 2024 (arXiv 2402.10171, their published `visualize.py`): the share of the answer's words that the
+model's line has. The haystack is Paul Graham's essays where the data folder has RULER's file of them, else the prose of Python's
+language reference.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ PROMPT = (
     "This is a very long story book: <book> {} </book>.\n"
     "Based on the content of the book, Question: What is the best thing to do in San Francisco?\nAnswer:"
 )
+BEGUN = "The best thing to do in San Francisco is"
 LENGTHS = (1024, 2048, 4096, 8192)
 DEPTHS = tuple(range(0, 101, 10))  # percent
 ANSWER_TOKENS = 50
@@ -50,7 +52,7 @@ def task(setting: Setting) -> dict[str, Any]:
         output_type="generate_until",
         doc_to_text=lambda doc: hay.prompt(doc["length"], doc["depth"]),
         doc_to_target=lambda _: ANSWER,
-        target_delimiter=" ",
+        gen_prefix=BEGUN,
         generation_kwargs=dict(until=["\n"], max_gen_toks=ANSWER_TOKENS, do_sample=False),
         process_results=lambda _, answers: dict(found=score(answers[0])),
         metric_list=[dict(metric="found", aggregation="mean", higher_is_better=True)],
@@ -80,7 +82,7 @@ class Haystack:
 
         The needle stands between the two sentences nearest to `depth` percent of the text's tokens.
         """
-        room = length - ANSWER_TOKENS - TEMPLATE
+        room = length - ANSWER_TOKENS - TEMPLATE - self._setting.count(f" {BEGUN}")
         count = int(np.searchsorted(self._ends, room - len(self._setting.encode(PROMPT.format(NEEDLE))), side="right"))
         while True:
             starts = np.append(0, self._ends[:count])
