@@ -87,7 +87,7 @@ def test_two_caches_are_scored_in_pairs_and_a_run_goes_on(tmp_path, tasks, capsy
 @pytest.mark.slow
 def test_a_files_perplexity_is_transformers_at_each_position(tmp_path, capsys):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    text = "".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n\n" for i in range(20))
+    text = "".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n\n" for i in range(24))
     (tmp_path / "text.py").write_text(text)
     command = ["--tasks", "perplexity", "--text", tmp_path / "text.py", "--lengths", "64,300", "--context-length", 512]
     assert run(*command, "--cache", "full", "--output", tmp_path / "out", "--compile-cache", "none") == 0

@@ -1,9 +1,9 @@
 """Needle in a haystack (Kamradt 2023): one sentence in a long text, at each length and depth.
 
-Needle, question and prompt are the usual ones. The answer is begun for the model, because small models often end it at once. The
-score is that of Fu et al. 2024 (arXiv 2402.10171, their published `visualize.py`): the share of the answer's words that the
-model's line has. The haystack is Paul Graham's essays where the data folder has RULER's file of them, else the prose of Python's
-language reference.
+Needle, question and prompt are the usual ones. The answer is begun for the model, because small models often end it at once.
+The score is that of Fu et al. 2024 (arXiv 2402.10171, their published `visualize.py`): the share of the answer's words that the
+model's line has. The haystack is Paul Graham's essays where the data folder has RULER's file of them, else the prose of
+Python's language reference.
 """
 
 from __future__ import annotations
