@@ -22,6 +22,15 @@ def integer(name: str, value: Any, *, least: int = 1, most: int = LARGEST) -> in
     return value
 
 
+def integers(name: str, text: str, *, least: int = 1, most: int = LARGEST) -> list[int]:
+    """Returns the whole numbers of a comma-separated text, each as `integer` does; InputError for any other text."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"{name} must be whole numbers, comma-separated, got {text!r}") from None
+    return [integer(name, number, least=least, most=most) for number in numbers]
+
+
 def power_of_two(name: str, value: Any, *, least: int = 1, most: int = LARGEST) -> int:
     """Returns a power of two from `least` to `most`; InputError for anything else."""
     if integer(name, value, least=least, most=most) & (value - 1):

@@ -7,7 +7,6 @@ import json
 import math
 import resource
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,9 +17,9 @@ from icejax.api.choice import batch_choice
 from icejax.cache.registry import display_name
 from icejax.checkpoint.load import abstract
 from icejax.checks.errors import InputError
-from icejax.checks.numbers import POSITIONS, integer
+from icejax.checks.numbers import POSITIONS, integer, integers
 from icejax.commands import options
-from icejax.commands.loading import load, tell_cache
+from icejax.commands.loading import load, model_name, tell_cache
 from icejax.commands.terminal.phases import Phases
 from icejax.commands.terminal.process import ending, write
 from icejax.evaluation.speed import Speed, SpeedTest, measure
@@ -57,9 +56,9 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         tell_cache(arguments, choice.reason, console)
     weight_bytes = sum(x.nbytes for x in jax.tree.leaves(model))
     fields = dict(
-        model=_name(arguments.model), model_type=model.config.model_type, params=_parameters(model), weight_bytes=weight_bytes,
-        dtype=model.dtype, cache=display_name(policy), budget=policy.budget, device=devices.device_name(),
-        icejax=__version__, jax=jax.__version__,
+        model=model_name(arguments.model), model_type=model.config.model_type, params=_parameters(model),
+        weight_bytes=weight_bytes, dtype=model.dtype, cache=display_name(policy), budget=policy.budget,
+        device=devices.device_name(), icejax=__version__, jax=jax.__version__,
     )  # fmt: skip
     with Phases(console, quiet=arguments.quiet) as phases:
         told = dict(host_memory_limit=limits["host_memory_limit"], progress=lambda done, total: phases(MEASURING, done, total))
@@ -81,27 +80,14 @@ def tests_of(arguments: argparse.Namespace) -> list[SpeedTest]:
     Raises:
         InputError: a number of tokens is none or is out of range, or no test is left.
     """
-    depths = _numbers("--depth", arguments.depth)
-    kinds = [(False, tokens) for tokens in _numbers("--prompt-tokens", arguments.prompt_tokens)]
-    kinds += [(True, tokens) for tokens in _numbers("--new-tokens", arguments.new_tokens)]
+    bounds = dict(least=0, most=POSITIONS)
+    depths = integers("--depth", arguments.depth, **bounds)
+    kinds = [(False, tokens) for tokens in integers("--prompt-tokens", arguments.prompt_tokens, **bounds)]
+    kinds += [(True, tokens) for tokens in integers("--new-tokens", arguments.new_tokens, **bounds)]
     tests = [SpeedTest(tokens, answer, depth) for depth in depths for answer, tokens in kinds if tokens]
     if not tests:
         raise InputError("--prompt-tokens and --new-tokens are both 0, so nothing is timed: give one of them")
     return tests
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    """Returns the whole numbers in a comma-separated text."""
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise InputError(f"{option} must be whole numbers, comma-separated, got {text!r}") from None
-    return [integer(option, number, least=0, most=POSITIONS) for number in numbers]
-
-
-def _name(model: str | None) -> str:
-    """Returns the model's name: the last part of its path."""
-    return "bundled" if model is None else Path(model).expanduser().name
 
 
 def _parameters(model: CausalLM) -> int:

@@ -1,14 +1,14 @@
-"""The command ``icejax evaluate``: tasks of lm-evaluation-harness on a model with a cache, one cache or two in pairs."""
+"""The command ``icejax evaluate``: tasks of lm-evaluation-harness on a model with one cache or two, and reports on runs."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import sys
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from icejax.api.choice import batch_choice
 from icejax.api.prompts import check_context
@@ -16,18 +16,18 @@ from icejax.cache.options import make_policy
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import display_name
 from icejax.checks.errors import InputError
-from icejax.checks.numbers import integer
+from icejax.checks.numbers import POSITIONS, integer, integers
 from icejax.commands import options
-from icejax.commands.loading import load, tell_cache
+from icejax.commands.loading import load, model_name, tell_cache
 from icejax.commands.terminal.process import ending, write
 from icejax.engine.snapshot.fingerprint import fingerprint, weights_sum
 from icejax.evaluation.answers import Answers
-from icejax.evaluation.paired import difference
-from icejax.evaluation.scores import Scores
 from icejax.files import private
 from icejax.models.decoder import CausalLM
 from icejax.runtime.out_of_memory import report_out_of_memory
 
+AGAINST = "full"  # the cache that others are compared with, unless the command line names one
+PACKAGES = {"lm_eval": "the benchmarks are those of lm-eval", "matplotlib": "the report draws with matplotlib"}
 MAX_GEN_TOKS = 256  # answer tokens of tasks that name none, as in the harness
 
 
@@ -38,8 +38,16 @@ def main(argv: list[str] | None = None, *, name: str) -> int:
 
 def _parse_and_run(argv: list[str] | None, name: str) -> None:
     arguments = options.evaluate_parser(name).parse_args(argv)
-    if importlib.util.find_spec("lm_eval") is None:
-        raise InputError("the benchmarks are those of lm-eval, which is not installed: pip install 'icejax[evaluate]'")
+    for package, use in PACKAGES.items():
+        if importlib.util.find_spec(package) is None:
+            raise InputError(f"{use}, which is not installed: pip install 'icejax[evaluate]'")
+    if arguments.compare is not None:
+        if arguments.tasks is not None:
+            raise InputError("--compare reads runs that are there, and runs none: leave --tasks out")
+        _report(arguments, arguments.compare)
+        return
+    if arguments.tasks is None:
+        raise InputError("--tasks NAMES is needed, such as --tasks gsm8k,humaneval, or --compare DIR to compare finished runs")
     with report_out_of_memory("use a smaller --batch-size or --context-length, or a 16-bit --dtype", None):
         _run(arguments, Console(stderr=True))
 
@@ -50,6 +58,8 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
             integer("--" + name.replace("_", "-"), getattr(arguments, name), least=least, most=2**31)
     if arguments.system is not None and not arguments.chat:
         raise InputError("--system needs --chat: it is a message of the chat template")
+    if arguments.lengths is not None:
+        arguments.lengths = tuple(integers("--lengths", arguments.lengths, most=POSITIONS))
     for flag, folder in (("--data", arguments.data), ("--include-path", arguments.include_path)):
         if folder is not None and not folder.is_dir():
             raise InputError(f"{flag} must be a folder, got {folder}")
@@ -66,13 +76,23 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
     policies = [policy] if other in (None, policy) else [policy, other]
     if sys.modules["torch"] is None:  # transformers is loaded by now, and `datasets` fails at such an entry
         del sys.modules["torch"]
-    scores = [_scores(arguments, model, tokenizer, policy) for policy in policies]
-    write(_table(policies, scores))
+    _report(arguments, [_score(arguments, model, tokenizer, policy) for policy in policies])
 
 
-def _scores(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any, policy: CachePolicy) -> Scores:
-    """Returns the scores of a cache, and writes them into its folder of the output."""
+def _report(arguments: argparse.Namespace, folders: list[Path]) -> None:
+    """Writes the report on the runs in some folders into the output, and prints its table."""
+    from icejax.evaluation.report import page, runs, table
+
+    found = page.write(arguments.output, runs.read(folders), arguments.against or AGAINST)
+    write(table.text(found))
+    if not arguments.quiet:
+        write(f"{arguments.output / 'report.html'}\n")
+
+
+def _score(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any, policy: CachePolicy) -> Path:
+    """Scores a cache; returns its folder of the output, which has the scores."""
     from icejax.evaluation.harness import HarnessModel
+    from icejax.evaluation.report.about import ABOUT, about
     from icejax.evaluation.run import evaluate
 
     budget = "" if policy.budget is None else f"-{policy.budget}"
@@ -94,27 +114,14 @@ def _scores(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any, poli
         arguments.tasks.split(","),
         data=arguments.data,
         include_path=arguments.include_path,
+        lengths=arguments.lengths,
+        text=arguments.text,
         limit=arguments.limit,
         num_fewshot=arguments.num_fewshot,
         gen_kwargs=arguments.gen_kwargs,
         apply_chat_template=arguments.chat,
         system_instruction=arguments.system,
     )
+    scores.results[ABOUT] = about(harness_model, model_name(arguments.model), chat=arguments.chat)
     scores.save(folder)
-    return scores
-
-
-def _table(policies: list[CachePolicy], scores: list[Scores]) -> str:
-    """Returns a table of the scores of one cache or two, with the difference of two over the same samples."""
-    paired = len(scores) > 1
-    table = Table("task", "metric", *map(display_name, policies), *(["difference", "95% interval"] if paired else []))
-    for key in scores[0].totals:
-        cells = [f"{each.totals[key]:.4f} ± {each.errors.get(key, float('nan')):.4f}" for each in scores]
-        if paired and all(key in each.samples for each in scores):
-            mean, low, high = difference(*(each.samples[key] for each in scores))
-            cells += [f"{mean:+.4f}", f"{low:+.4f} to {high:+.4f}"]
-        table.add_row(*key, *cells)
-    shown = Console(width=160)
-    with shown.capture() as captured:
-        shown.print(table)
-    return captured.get()
+    return folder

@@ -66,6 +66,11 @@ def load(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any
     return model, tokenizer
 
 
+def model_name(model: str | None) -> str:
+    """Returns the name of the model of the command line: the last part of its path."""
+    return "bundled" if model is None else Path(model).expanduser().name
+
+
 def with_model_sampling(arguments: argparse.Namespace, answer: AnswerOptions, console: Console) -> AnswerOptions:
     """Returns the options of the answers; with --sampling model over those of the model, and prints what they are."""
     if arguments.sampling is None:

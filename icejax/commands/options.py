@@ -96,8 +96,13 @@ def evaluate_parser(name: str) -> Parser:
     """Returns the parser of `evaluate`; names are those of lm-evaluation-harness."""
     parser = Parser(prog=name, description="Score a model with a cache on tasks of lm-evaluation-harness.")
     tasks = parser.add_argument_group("tasks")
-    tasks.add_argument("-t", "--tasks", required=True, metavar="NAMES", help="comma-separated, such as gsm8k,hellaswag")
+    tasks.add_argument("-t", "--tasks", metavar="NAMES", help="comma-separated, such as gsm8k,hellaswag")
+    compare_help = "run nothing: report on finished runs in these folders, or in the folders inside them"
+    tasks.add_argument("--compare", type=Path, nargs="+", metavar="DIR", help=compare_help)
     tasks.add_argument("--data", type=Path, metavar="DIR", help="read tasks from files in DIR, where icejax knows their names")
+    lengths_help = "tokens of generated samples, comma-separated (default: the task's)"
+    tasks.add_argument("--lengths", metavar="N,...", help=lengths_help)
+    tasks.add_argument("--text", type=Path, metavar="FILE", help="the text that the task perplexity scores")
     tasks.add_argument("--include-path", type=Path, metavar="DIR", help="a folder with task files (YAML) of your own")
     tasks.add_argument("-L", "--limit", type=int, metavar="N", help="samples of each task (default: all)")
     tasks.add_argument("-k", "--num-fewshot", "--num_fewshot", type=int, metavar="K", help="examples (default: the task's)")
@@ -107,7 +112,7 @@ def evaluate_parser(name: str) -> Parser:
     tasks.add_argument("--system", "--system_instruction", metavar="TEXT", help="system message, with --chat")
     tasks.add_argument("--against", metavar="CACHE", help="score this cache too, and the difference sample by sample")
     tasks.add_argument("--batch-size", type=int, default=4, metavar="N", help="rows that run together (default: %(default)s)")
-    output_help = "where scores, samples and answers are written; a run that is there goes on (default: evaluation)"
+    output_help = "where scores, samples, answers and the report are written; a run there goes on (default: evaluation)"
     tasks.add_argument("-o", "--output", type=Path, default=Path("evaluation"), metavar="DIR", help=output_help)
     _add_quiet(parser)
     _add_model(parser)

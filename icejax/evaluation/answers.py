@@ -1,6 +1,7 @@
 """Answers of an evaluation, in a file of JSON lines, so that an interrupted run goes on where it ended.
 
-The first line says which model and cache answered; each other line has the SHA-256 of a request and its answer.
+The first line says which model and cache answered; each other line has the SHA-256 of a request, its answer, and what the
+answer took.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Answers:
             InputError: the file cannot be read or written, is no such file, or its answers are of another model or cache.
         """
         self._answers: dict[str, Any] = {}
+        self._measured: dict[str, dict[str, Any]] = {}
         self._file = None
         if file is None:
             return
@@ -53,7 +55,7 @@ class Answers:
             try:
                 if size:
                     answer = json.loads(line)
-                    self._answers[answer["request"]] = answer["answer"]
+                    self._keep(answer["request"], answer["answer"], answer["measured"])
             except (ValueError, KeyError, TypeError, RecursionError):
                 raise InputError(f"{file} is no file of answers: give another --output, or remove it") from None
             size += len(line)
@@ -70,10 +72,17 @@ class Answers:
     def __getitem__(self, key: str) -> Any:
         return self._answers[key]
 
-    def add(self, key: str, answer: Any) -> None:
-        """Takes an answer, and writes it to the file at once."""
-        self._answers[key] = answer
+    def measured(self, key: str) -> dict[str, Any]:
+        """Returns the tokens, seconds and bytes that an answer took."""
+        return self._measured[key]
+
+    def _keep(self, key: str, answer: Any, measured: dict[str, Any]) -> None:
+        self._answers[key], self._measured[key] = answer, measured
+
+    def add(self, key: str, answer: Any, measured: dict[str, Any]) -> None:
+        """Takes an answer and what it took, and writes both to the file at once."""
+        self._keep(key, answer, measured)
         if self._file is not None:
-            self._file.write(json.dumps(dict(request=key, answer=answer)).encode() + b"\n")
+            self._file.write(json.dumps(dict(request=key, answer=answer, measured=measured)).encode() + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())

@@ -27,10 +27,13 @@ from icejax.checks.numbers import integer
 from icejax.engine.request import Request
 from icejax.engine.response import GenerationResponse, join
 from icejax.engine.sampling import Sampling
+from icejax.evaluation import conversation
 from icejax.evaluation.answers import Answers
 from icejax.models.decoder import CausalLM
 from icejax.text.encode import encode
 
+MEASURED = ("prompt_tokens", "new_tokens", "ttft_s", "compile_s", "tpot_s")  # of a response
+RESERVED = ("device_kv_bytes", "digest_bytes", "host_kv_bytes")  # of its run
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # names of generation_kwargs that `Sampling` has
 
 
@@ -44,6 +47,7 @@ class HarnessModel(TemplateLM):
         max_length: maximum number of tokens of a prompt and its answer; a longer prompt loses its beginning.
         max_gen_toks: maximum number of answer tokens of tasks that name none.
         answers: the answers so far, which are not computed again.
+        asked: keys of the answers of each task, by its name.
     """
 
     def __init__(
@@ -69,7 +73,8 @@ class HarnessModel(TemplateLM):
         self.max_length = integer("max_length", check_context(model, max_length), least=2)
         self.max_gen_toks = integer("max_gen_toks", max_gen_toks, most=2**31)
         self.answers = Answers() if answers is None else answers
-        self._host_memory_limit = host_memory_limit
+        self.asked: dict[str | None, set[str]] = defaultdict(set)
+        self._host_memory_limit, self._tasks = host_memory_limit, []
 
     @property
     def eot_token_id(self) -> int:
@@ -97,6 +102,11 @@ class HarnessModel(TemplateLM):
         del add_generation_prompt  # the harness sets it where the last message is the assistant's
         return str(chat(self.tokenizer, chat_history))
 
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Returns, for contexts and continuations, log-likelihoods and whether each token is the most likely one."""
+        self._tasks = [request.task_name for request in requests]  # the harness hands on texts and tokens alone
+        return super().loglikelihood(requests, disable_tqdm)
+
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Returns the log-likelihood of whole texts, in windows of `max_length` tokens; each token counts once."""
         windows: list[tuple[list[int], list[int]]] = []
@@ -108,6 +118,7 @@ class HarnessModel(TemplateLM):
             parts = [make_disjoint_window(part) for part in rolling]
             windows += parts
             counts.append(len(parts))
+        self._tasks = [request.task_name for request, n in zip(requests, counts, strict=True) for _ in range(n)]
         values = self._loglikelihood_tokens([(None, *window) for window in windows], disable_tqdm=disable_tqdm)
         totals = iter(value for value, _ in values)
         return [sum(next(totals) for _ in range(count)) for count in counts]
@@ -115,8 +126,6 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Returns, for contexts and continuations, log-likelihoods and whether each token is the most likely one."""
-
         def forced(context: list[int], continuation: list[int]) -> Request:
             room = self.max_length - len(continuation)
             return Request(prompt=context[-room:], forced_tokens=continuation, logprobs=1)
@@ -128,12 +137,44 @@ class HarnessModel(TemplateLM):
         asked = [
             (forced(context, continuation), ["loglikelihood", context, continuation]) for _, context, continuation in requests
         ]
-        return [(value, greedy) for value, greedy in self._answered(asked, read, "log-likelihoods", disable_tqdm)]
+        answers = self._answered(asked, self._tasks, read, "log-likelihoods", disable_tqdm)
+        return [(value, greedy) for value, greedy in answers]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Returns the answers to prompts, each up to a stop string, an end or its number of tokens."""
         asked = [(self._request(*request.args), ["generate_until", *request.args]) for request in requests]
-        return self._answered(asked, lambda response: response.text, "answers", disable_tqdm)
+        return self._answered(asked, _tasks(requests), lambda response: response.text, "answers", disable_tqdm)
+
+    def token_logprobs(self, requests: list[Instance], disable_tqdm: bool = False) -> list[list[float]]:
+        """Returns the log-probabilities of forced tokens, for (name, tokens, how many of the last ones are forced)."""
+        asked = [
+            (Request(prompt=tokens[:-count], forced_tokens=tokens[-count:], logprobs=0), ["token_logprobs", tokens, count])
+            for _, tokens, count in (request.args for request in requests)
+        ]
+
+        def read(response: GenerationResponse) -> list[float]:
+            return [token.chosen.logprob for token in response.logprobs]
+
+        return self._answered(asked, _tasks(requests), read, "log-probabilities", disable_tqdm)
+
+    def converse(self, requests: list[Instance], disable_tqdm: bool = False) -> list[list[str]]:
+        """Returns the answers to questions about texts, each text in a session of its own (`evaluation.conversation`)."""
+        keys = [self.answers.key(["converse", *request.args]) for request in requests]
+        waiting = [(key, request.args) for key, request in zip(keys, requests, strict=True) if key not in self.answers]
+        with tqdm(
+            total=len(keys),
+            initial=len(keys) - len(waiting),
+            desc=f"{display_name(self.cache)}: sessions",
+            disable=disable_tqdm,
+        ) as bar:
+            for key, (text, options) in waiting:
+                limits = dict(cache=self.cache, host_memory_limit=self._host_memory_limit)
+                responses = conversation.answers(self.model, self.tokenizer, text, **limits, **options)
+                self.answers.add(key, [response.text for response in responses], _measured(responses[-1]))
+                bar.update()
+        for key, task in zip(keys, _tasks(requests), strict=True):
+            self.asked[task].add(key)
+        return [self.answers[key] for key in keys]
 
     def _request(self, context: str, generation: dict[str, Any]) -> Request:
         options = dict(normalize_gen_kwargs(generation, self.max_gen_toks))
@@ -149,10 +190,17 @@ class HarnessModel(TemplateLM):
         return Request(prompt=prompt, max_new_tokens=count, stop=stop, sampling=Sampling(**sampling | greedy))
 
     def _answered(
-        self, asked: list[tuple[Request, list]], read: Callable[[GenerationResponse], Any], what: str, quiet: bool
+        self,
+        asked: list[tuple[Request, list]],
+        tasks: list[str | None],
+        read: Callable[[GenerationResponse], Any],
+        what: str,
+        quiet: bool,
     ) -> list[Any]:
         """Returns the answers to requests, each named by a list for the record of answers; the longest prompts run first."""
         keys = [self.answers.key(name) for _, name in asked]
+        for key, task in zip(keys, tasks, strict=True):
+            self.asked[task].add(key)
         waiting = {key: request for (request, _), key in zip(asked, keys, strict=True) if key not in self.answers}
         order = sorted(waiting, key=lambda key: -len(waiting[key].prompt))
         pieces: dict[int, list[GenerationResponse]] = defaultdict(list)
@@ -162,7 +210,8 @@ class HarnessModel(TemplateLM):
             for piece in self._stream([waiting[key] for key in order]):
                 pieces[piece.row].append(piece)
                 if piece.finish_reason is not None:
-                    self.answers.add(order[piece.row], read(join(pieces.pop(piece.row))))
+                    response = join(pieces.pop(piece.row))
+                    self.answers.add(order[piece.row], read(response), _measured(response))
                     bar.update()
         return [self.answers[key] for key in keys]
 
@@ -171,3 +220,12 @@ class HarnessModel(TemplateLM):
             return iter(())
         limits = dict(batch_size=self.batch_size, context_length=self.max_length, host_memory_limit=self._host_memory_limit)
         return stream_generate(self.model, self.tokenizer, requests, cache=self.cache, **limits)
+
+
+def _tasks(requests: list[Instance]) -> list[str | None]:
+    return [request.task_name for request in requests]
+
+
+def _measured(response: GenerationResponse) -> dict[str, Any]:
+    of_answer = {name: getattr(response, name) for name in MEASURED}
+    return of_answer | {name: getattr(response.run, name) for name in RESERVED}

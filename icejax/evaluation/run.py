@@ -9,14 +9,22 @@ import lm_eval
 from lm_eval.tasks import TaskManager
 
 from icejax.checks.errors import InputError
+from icejax.evaluation.generated.tasks import TASKS
 from icejax.evaluation.harness import HarnessModel
 from icejax.evaluation.scores import Scores
-from icejax.evaluation.tasks import local
-from icejax.evaluation.tasks.generation import Setting
+from icejax.evaluation.setting import Setting
+from icejax.evaluation.tasks import local, ruler
 
 
 def evaluate(
-    model: HarnessModel, names: list[str], *, data: Path | None = None, include_path: Path | None = None, **options: Any
+    model: HarnessModel,
+    names: list[str],
+    *,
+    data: Path | None = None,
+    include_path: Path | None = None,
+    lengths: tuple[int, ...] | None = None,
+    text: Path | None = None,
+    **options: Any,
 ) -> Scores:
     """Returns the scores of a model on tasks.
 
@@ -24,19 +32,27 @@ def evaluate(
         names: names of tasks or groups of tasks.
         data: folder of local files, for tasks that `tasks.local` has.
         include_path: a folder with task files of the user's own.
+        lengths, text: of `generated.tasks.TASKS`, as in `Setting`; `lengths` also of RULER's tasks whose names have none.
         options: of `lm_eval.simple_evaluate`: limit, num_fewshot, gen_kwargs, apply_chat_template, system_instruction.
 
     Raises:
         InputError: a task is unknown, its data cannot be had, or an option is out of range.
     """
+    names = [sized for name in names for sized in ruler.sized(name, lengths)]
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
-    ours = [data is not None and local.has(name) for name in names]
-    unknown = [name for name, own in zip(names, ours, strict=True) if not (own or manager.match_tasks([name]))]
+    local_names = {name for name in names if data is not None and local.has(name)}
+    unknown = [name for name in names if not (name in TASKS or name in local_names or manager.match_tasks([name]))]
     if unknown:
         raise InputError(f"no task is named {unknown[0]}: lm-eval ls tasks shows all names, and --include-path adds your own")
-    setting = Setting(data, model, options.get("limit"), _chat_tokens(model, **options))
-    tasks = [local.local_task(name, setting) if own else name for name, own in zip(names, ours, strict=True)]
+    setting = Setting(model, data, options.get("limit"), _chat_tokens(model, **options), lengths, text)
+
+    def task(name: str) -> Any:
+        if name in TASKS:
+            return TASKS[name](setting)
+        return local.local_task(name, setting) if name in local_names else name
+
     try:
+        tasks = [task(name) for name in names]
         results = lm_eval.simple_evaluate(model, tasks=tasks, task_manager=manager, log_samples=True, **options)
     except (ConnectionError, FileNotFoundError) as error:
         reason = str(error).splitlines()[0]

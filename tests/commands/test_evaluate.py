@@ -3,11 +3,15 @@
 import gzip
 import importlib.util
 import json
+import math
 import stat
 
+import numpy as np
 import pytest
 
+from icejax.api.generate import ASSETS
 from icejax.commands import evaluate
+from tests import tolerances
 
 pytest.importorskip("lm_eval")
 TASK = """
@@ -70,6 +74,13 @@ def test_two_caches_are_scored_in_pairs_and_a_run_goes_on(tmp_path, tasks, capsy
     monkeypatch.setattr(harness, "stream_generate", None)  # a call would fail
     assert run(*command, "--cache", "full") == 0
     assert "0.5000" in capsys.readouterr().out
+    assert run("--compare", output, "--output", tmp_path / "report") == 0
+    assert "+0.0000 to +0.0000" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "report" / "report.jsonl").read_text().splitlines()]
+    assert [(row["cache"], row["budget"], row["samples"]) for row in rows] == [("clustered", 96, 2), ("full", None, 2)]
+    assert all(row["device_bytes"] > 0 and row["seconds_per_token"] > 0 and row["prompt_tokens"] > 20 for row in rows)
+    assert rows[0]["host_bytes"] > 0 == rows[1]["host_bytes"] and rows[0]["versions"].keys() >= {"icejax", "jax", "lm_eval"}
+    assert "clustered 96" in (tmp_path / "report" / "report.html").read_text()
     assert run(*command, "--cache", "full", "--context-length", 300) == 2
     assert "another model, cache or context length" in capsys.readouterr().err
 
@@ -91,6 +102,67 @@ def test_tasks_over_local_files_and_their_group(tmp_path, capsys):
     assert len((tmp_path / "scores/full/answers.jsonl").read_text().splitlines()) == 2  # equal prompts run once
 
 
+@pytest.mark.slow
+def test_a_files_perplexity_is_transformers_at_each_position(tmp_path, capsys):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    text = "".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n\n" for i in range(24))
+    (tmp_path / "text.py").write_text(text)
+    command = ["--tasks", "perplexity", "--text", tmp_path / "text.py", "--lengths", "64,300", "--context-length", 512]
+    assert run(*command, "--cache", "full", "--output", tmp_path / "out", "--compile-cache", "none") == 0
+    rows = [json.loads(line) for line in (tmp_path / "out" / "full" / "samples_perplexity.jsonl").read_text().splitlines()]
+    model, tokens = (
+        transformers.AutoModelForCausalLM.from_pretrained(ASSETS, dtype=torch.float32),
+        torch.tensor([[*text.encode()]]),
+    )
+    assert [(row["doc"]["length"], row["doc"]["first"]) for row in rows] == [
+        (64, 0),
+        (300, 0),
+        (64, 192),
+        (300, 428),
+        (64, 384),
+        (64, 576),
+    ]
+    for row in rows:
+        first, length = row["doc"]["first"], row["doc"]["length"]
+        window = tokens[:, first : first + length + 128]
+        with torch.no_grad():
+            logits = model(window).logits[0, length - 1 : -1].log_softmax(-1)
+        assert row["nll"] == pytest.approx(-float(logits[range(128), window[0, length:]].mean()), abs=tolerances.LOGITS)
+    page = (tmp_path / "out" / "report.html").read_text()
+    for length in (64, 300):
+        shown = math.exp(np.mean([row["nll"] for row in rows if row["doc"]["length"] == length]))
+        assert f"<td>{length}</td><td>{shown:.4g}</td>" in page
+
+
+@pytest.mark.slow
+def test_functions_are_asked_for_in_sessions(tmp_path, capsys, monkeypatch):
+    tasks = "multi_turn_code,multi_request_code"
+    command = [
+        "--tasks",
+        tasks,
+        "--lengths",
+        4096,
+        "--context-length",
+        4096,
+        "--limit",
+        1,
+        "--output",
+        tmp_path,
+        "--budget",
+        96,
+    ]
+    assert run(*command, "--compile-cache", "none") == 0
+    for task in tasks.split(","):
+        [row] = [json.loads(line) for line in (tmp_path / "clustered-96" / f"samples_{task}.jsonl").read_text().splitlines()]
+        [[answers]] = row["resps"]
+        assert len(answers) == len(row["target"]) == 3 and 0 <= row["similarity"] <= 1
+        assert all(f"# Path: {row['arguments'][0][1]['questions'][i].split()[5]}" in row["arguments"][0][0] for i in range(3))
+    from icejax.evaluation import conversation
+
+    monkeypatch.setattr(conversation, "answers", None)  # a call would fail
+    assert run(*command, "--compile-cache", "none") == 0
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -99,7 +171,11 @@ def test_tasks_over_local_files_and_their_group(tmp_path, capsys):
         (["--tasks", "letters", "--cache", "full", "--against", "full"], "is the cache that is scored"),
         (["--tasks", "letters", "--against", "no"], "no"),
         (["--tasks", "letters", "--include-path", "/nowhere"], "--include-path"),
-        ([], "--tasks"),
+        (["--tasks", "letters", "--compare", "."], "--compare reads runs that are there, and runs none: leave --tasks out"),
+        (["--compare", "/nowhere"], "/nowhere has no results.json"),
+        ([], "--tasks NAMES is needed"),
+        (["--tasks", "niah", "--lengths", "1k"], "--lengths must be whole numbers, comma-separated, got '1k'"),
+        (["--tasks", "niah", "--lengths", "0"], "--lengths must be at least 1, got 0"),
     ],
 )
 def test_bad_input_is_one_line(arguments, message, capsys):
@@ -116,7 +192,9 @@ def test_a_task_that_nobody_has_and_missing_data(tmp_path, capsys):
     assert "--data has no gsm8k/train-head.jsonl" in capsys.readouterr().err
 
 
-def test_without_the_harness_a_line_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+@pytest.mark.parametrize("missing", ["lm_eval", "matplotlib"])
+def test_without_a_package_a_line_says_what_to_install(monkeypatch, capsys, missing):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else name)
     assert run("--tasks", "gsm8k") == 2
-    assert "pip install 'icejax[evaluate]'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "pip install 'icejax[evaluate]'" in error and missing.replace("_", "-") in error

@@ -8,19 +8,21 @@ from icejax.checks.errors import InputError
 from icejax.evaluation.answers import Answers
 
 IDENTITY = dict(model="a", cache="full")
+TOOK = dict(new_tokens=3, tpot_s=0.5)
 
 
 def test_answers_are_read_again_and_a_torn_line_is_dropped(tmp_path):
     file = tmp_path / "answers.jsonl"
     first = Answers(file, IDENTITY)
     one, two, three = (first.key(["generate_until", text, {}]) for text in ("one", "two", "three"))
-    first.add(one, "1")
-    first.add(two, [-2.5, True])
+    first.add(one, "1", dict(new_tokens=7))
+    first.add(two, [-2.5, True], TOOK)
     with file.open("ab") as torn:
         torn.write(b'{"request": "' + three.encode())
     again = Answers(file, IDENTITY)
     assert (again[one], again[two], three in again) == ("1", [-2.5, True], False)
-    again.add(three, "3")
+    again.add(three, "3", TOOK)
+    assert (again.measured(one), again.measured(two)) == (dict(new_tokens=7), TOOK)
     assert Answers(file, IDENTITY)[three] == "3"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
@@ -29,20 +31,21 @@ def test_answers_are_read_again_and_a_torn_line_is_dropped(tmp_path):
 def test_a_file_that_ends_in_its_first_line_begins_anew(tmp_path, text):
     file = tmp_path / "answers.jsonl"
     file.write_bytes(text)
-    Answers(file, IDENTITY).add("k", 1)
+    Answers(file, IDENTITY).add("k", 1, TOOK)
     assert Answers(file, IDENTITY)["k"] == 1
 
 
 def test_other_answers_are_refused_and_stay(tmp_path):
     file = tmp_path / "answers.jsonl"
-    Answers(file, IDENTITY).add("k", 1)
+    Answers(file, IDENTITY).add("k", 1, TOOK)
     before = file.read_bytes()
     with pytest.raises(InputError, match="another model, cache or context length"):
         Answers(file, IDENTITY | dict(cache="clustered"))
     assert file.read_bytes() == before
-    file.write_bytes(before + b"[1]\n")
-    with pytest.raises(InputError, match="no file of answers"):
-        Answers(file, IDENTITY)
+    for line in (b"[1]\n", b'{"request": "k", "answer": 1}\n'):
+        file.write_bytes(before + line)
+        with pytest.raises(InputError, match="no file of answers"):
+            Answers(file, IDENTITY)
     other = tmp_path / "notes.txt"
     other.write_text("mine")
     with pytest.raises(InputError, match="another model"):

@@ -65,6 +65,50 @@ def test_a_whole_text_counts_each_token_once(bundled, torch_model):
     assert got == pytest.approx(expected, abs=len(tokens) * tolerances.LOGITS)
 
 
+def test_forced_tokens_have_the_log_probabilities_of_transformers(bundled, torch_model):
+    import torch
+
+    tokens = list(b"import os\nimport sys\n\n\ndef add(a, b):\n    return a")
+    with torch.no_grad():
+        logits = torch_model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    asked = [("text", tokens[:40], 8), ("text", tokens, 20)]
+    expected = [
+        [float(logits[i - 1, tokens[i]]) for i in ends] for ends in (range(32, 40), range(len(tokens) - 20, len(tokens)))
+    ]
+    model = model_of(bundled)
+    got = model.token_logprobs(requests("token_logprobs", asked), disable_tqdm=True)
+    for values, theirs in zip(got, expected, strict=True):
+        np.testing.assert_allclose(values, theirs, rtol=0, atol=tolerances.LOGITS)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_conversation_is_what_generate_answers_to_its_whole_text(bundled, shared, monkeypatch):
+    text, questions = "a = 1\nb = 2\n\ndef add(a, b):\n    return a + b\n", ["# add\n", "# b\n", "# again\n"]
+    options = dict(
+        questions=questions, max_gen_toks=[12, 9, 7], length=512, shared=shared, chat=False, system=None, begun="def ", end="\n"
+    )
+    model = model_of(bundled)
+    [got] = model.converse(requests("converse", [(text, options)]), disable_tqdm=True)
+
+    def answer(prompt: list[int], count: int, stop: str | tuple = "\n"):
+        return icejax.generate(*bundled, [prompt], cache=Full(), max_new_tokens=count, stop=stop)[0]
+
+    def tokens(text: str) -> list[int]:
+        return bundled[1].encode(text, add_special_tokens=False)
+
+    held, expected = tokens(text), []
+    if shared:
+        held += answer(held, 1, ()).token_ids
+    for question, count in zip(questions, options["max_gen_toks"], strict=True):
+        prompt = held + tokens(f"\n{question}def ")
+        response = answer(prompt, count)
+        expected.append(response.text)
+        held = held if shared else prompt + list(response.token_ids)
+    assert got == expected and len(set(got)) > 1
+    monkeypatch.setattr(harness.conversation, "answers", None)  # a call would fail
+    assert model.converse(requests("converse", [(text, options)]), disable_tqdm=True) == [expected]
+
+
 def test_answers_are_those_of_generate_and_come_once(bundled, monkeypatch):
     contexts = ["import os\nimport ", "def f(a):\n    return "]
     asked = [(text, dict(until=["\n"], max_gen_toks=12)) for text in contexts]

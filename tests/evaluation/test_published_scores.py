@@ -9,7 +9,7 @@ from icejax.checks.errors import InputError
 from tests import tolerances
 
 instance = pytest.importorskip("lm_eval.api.instance")
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 harness = pytest.importorskip("icejax.evaluation.harness")
 
@@ -40,5 +40,12 @@ def test_texts_and_log_likelihoods_equal_the_harness_own_model():
         model.loglikelihood([instance.Instance("loglikelihood", {}, x, i) for i, x in enumerate(pairs)], disable_tqdm=True)
         for model in (ours, theirs)
     )
+    text = " ".join(QUESTIONS)
+    tokens = ours.tok_encode(text)[:160]
+    requests = [instance.Instance("token_logprobs", {}, ("text", tokens, 64), 0)]
+    [forced], inputs = ours.token_logprobs(requests, disable_tqdm=True), torch.tensor([tokens])
+    with torch.no_grad():
+        logits = theirs.model(inputs).logits[0, -65:-1].log_softmax(-1)
+    assert forced == pytest.approx(logits[range(64), inputs[0, -64:]].tolist(), abs=tolerances.LOGITS)
     for (value, greedy), (expected, expected_greedy), (_, text) in zip(mine, hf, pairs, strict=True):
         assert value == pytest.approx(expected, abs=tolerances.LOGITS * len(text)) and greedy == expected_greedy

@@ -15,9 +15,9 @@ from typing import Any
 import datasets
 
 from icejax.checks.errors import InputError
+from icejax.evaluation.setting import Setting
 from icejax.evaluation.tasks import evalplus
 from icejax.evaluation.tasks.files import json_lines
-from icejax.evaluation.tasks.generation import Setting
 from icejax.sandbox import programs
 
 BASE, PLUS, INSTRUCT = "humaneval/HumanEval.jsonl.gz", "evalplus/HumanEvalPlus.jsonl.gz", "_instruct"

@@ -1,10 +1,8 @@
-"""Tasks in which a model answers prompts with text, and what such a task is made from."""
+"""Tasks in which a model answers prompts with text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -12,26 +10,7 @@ from lm_eval.api.group import Group
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.config.group import AggMetricConfig
 
-from icejax.evaluation.harness import HarnessModel
-
 SCORE = "score"  # the metric of our tasks, from 0 to 1
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What tasks are made from.
-
-    Attributes:
-        data: folder of local files.
-        model: the model that answers; its tokenizer counts tokens.
-        limit: number of samples of each task that are asked for; None: all.
-        chat_tokens: number of tokens that the chat template and the system message add to a prompt; 0 without a template.
-    """
-
-    data: Path
-    model: HarnessModel
-    limit: int | None = None
-    chat_tokens: int = 0
 
 
 class UnchattedTask(ConfigurableTask):

@@ -14,8 +14,8 @@ from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 
 from icejax.checks.errors import InputError
+from icejax.evaluation.setting import Setting
 from icejax.evaluation.tasks import code, longbench, mbpp, retrieval, ruler
-from icejax.evaluation.tasks.generation import Setting
 
 # The harness's own description of a task, and the file of each split in the data folder.
 LOCAL = {

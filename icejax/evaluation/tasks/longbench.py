@@ -18,8 +18,9 @@ from lm_eval.api.task import ConfigurableTask
 
 from icejax.checks.errors import InputError
 from icejax.evaluation.harness import HarnessModel
+from icejax.evaluation.setting import Setting
 from icejax.evaluation.tasks.files import json_document, json_lines
-from icejax.evaluation.tasks.generation import Setting, generation_task, group
+from icejax.evaluation.tasks.generation import generation_task, group
 from icejax.evaluation.tasks.longbench_scores import PACKAGES, SCORES, best
 
 GROUP = "minilongbench"

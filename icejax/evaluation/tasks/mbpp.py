@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from icejax.evaluation.setting import Setting
 from icejax.evaluation.tasks import code, evalplus
 from icejax.evaluation.tasks.files import json_lines
-from icejax.evaluation.tasks.generation import Setting
 
 FILE = "evalplus/MbppPlus.jsonl.gz"
 NAMES = ("mbpp_plus", "mbpp_plus_instruct")

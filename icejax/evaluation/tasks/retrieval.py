@@ -13,8 +13,9 @@ from typing import Any
 from lm_eval.api.group import Group
 from lm_eval.api.task import ConfigurableTask
 
+from icejax.evaluation.setting import Setting
 from icejax.evaluation.tasks.files import json_lines
-from icejax.evaluation.tasks.generation import Setting, generation_task, group
+from icejax.evaluation.tasks.generation import generation_task, group
 
 LINES, COUNTS = "longchat_lines", (200, 300, 400, 500, 680)
 PAIRS, FILE = "kv_retrieval", "kv_retrieval/kv-retrieval-75_keys.jsonl.gz"

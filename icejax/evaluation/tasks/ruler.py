@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from lm_eval.api.group import Group
 from lm_eval.api.task import ConfigurableTask
 
 from icejax.checks.errors import InputError
+from icejax.evaluation.setting import Setting
 from icejax.evaluation.tasks import ruler_needles, ruler_questions, ruler_words
 from icejax.evaluation.tasks.files import json_document
-from icejax.evaluation.tasks.generation import Setting, generation_task, group
+from icejax.evaluation.tasks.generation import generation_task, group
 from icejax.evaluation.tasks.ruler_prompts import SHORT, Count, Sized
 
 GROUP = "ruler"
@@ -29,6 +31,12 @@ ESSAYS, MORE_WORDS = "ruler/essays/PaulGrahamEssays.json.gz", "ruler/english_wor
 def has(name: str) -> bool:
     """Returns whether this file has a task or group of this name."""
     return NAME.fullmatch(name) is not None
+
+
+def sized(name: str, lengths: Sequence[int] | None) -> list[str]:
+    """Returns a name with each of the lengths behind it, or the name alone if it is no task of this file or has a length."""
+    match = NAME.fullmatch(name)
+    return [name] if match is None or match[2] or not lengths else [f"{name}_{length}" for length in lengths]
 
 
 def task(name: str, setting: Setting) -> ConfigurableTask | Group:

@@ -10,8 +10,8 @@ from icejax.sandbox import programs
 from tests.helpers import words
 
 pytest.importorskip("lm_eval")
+from icejax.evaluation.setting import Setting  # noqa: E402
 from icejax.evaluation.tasks import code  # noqa: E402
-from icejax.evaluation.tasks.generation import Setting  # noqa: E402
 
 PROBLEM = dict(
     task_id="Test/0",
@@ -92,7 +92,7 @@ def test_other_files_are_refused(tmp_path, line):
 def test_a_task_runs_what_the_model_was_asked_for(tmp_path, name, answer):
     (tmp_path / "evalplus").mkdir()
     write(tmp_path, PLUS).rename(tmp_path / code.FILES[name])
-    task = code.task(name, Setting(tmp_path, words.model()))
+    task = code.task(name, Setting(words.model(), tmp_path))
     [problem] = task["custom_dataset"]()["test"]
     assert [task["process_results"](problem, [text]) for text in (answer, answer + " + 1")] == [
         {"pass@1": 1.0},

@@ -9,8 +9,8 @@ from icejax.checks.errors import InputError
 from tests.helpers import words
 
 pytest.importorskip("lm_eval")
+from icejax.evaluation.setting import Setting  # noqa: E402
 from icejax.evaluation.tasks import longbench, longbench_scores  # noqa: E402
-from icejax.evaluation.tasks.generation import Setting  # noqa: E402
 
 CLASSES = ["Individual", "Group", "Other entity", "entity", "Other", "Date"]
 # Data set, answer, right ones, classes; the score is that of LongBench/eval.py and metrics.py with rouge 1.0.1, jieba 0.42.1 and
@@ -89,7 +89,7 @@ def test_a_long_prompt_loses_its_middle_and_code_gets_no_chat_template(tmp_path)
     text = " ".join(map(str, range(50)))  # 99 tokens: numbers and spaces
     for dataset in ("lcc", "hotpotqa"):
         write(tmp_path, dataset, dict(prompt=text, gold=["x"]), dict(prompt="short", gold=["x"]))
-    setting = Setting(tmp_path, words.model(30), chat_tokens=4)
+    setting = Setting(words.model(30), tmp_path, chat_tokens=4)
 
     def template(messages, **_):
         return f"<{messages[-1]['content']}>"
@@ -124,7 +124,7 @@ def test_a_cut_text_that_has_more_tokens_than_its_parts_is_cut_further():
 
 @pytest.mark.parametrize("gold", ["x", [1], dict(answers=["x"]), None])
 def test_other_files_are_refused(tmp_path, gold):
-    setting = Setting(tmp_path, words.model())
+    setting = Setting(words.model(), tmp_path)
     with pytest.raises(InputError, match="--data has no dataset2maxlen.json"):
         longbench.task("minilongbench_lcc", setting)
     write(tmp_path, "lcc", dict(prompt="a", gold=gold))
@@ -142,4 +142,4 @@ def test_other_files_are_refused(tmp_path, gold):
 def test_a_scorer_that_is_not_installed_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match="minilongbench_vcsum is scored with rouge, which is not installed: pip install"):
-        longbench.task("minilongbench_vcsum", Setting(tmp_path, words.model()))
+        longbench.task("minilongbench_vcsum", Setting(words.model(), tmp_path))

@@ -10,8 +10,8 @@ from icejax.sandbox import programs
 from tests.helpers import words
 
 pytest.importorskip("lm_eval")
+from icejax.evaluation.setting import Setting  # noqa: E402
 from icejax.evaluation.tasks import mbpp  # noqa: E402
-from icejax.evaluation.tasks.generation import Setting  # noqa: E402
 
 PROBLEM = dict(
     task_id="Mbpp/2",
@@ -109,7 +109,7 @@ def test_inputs_get_the_types_that_json_lacks(tmp_path, number, call, typed):
 
 def test_prompts_are_those_of_qwens_evaluation(tmp_path):
     write(tmp_path, PROBLEM)
-    setting = Setting(tmp_path, words.model())
+    setting = Setting(words.model(), tmp_path)
     from lm_eval.tasks import TaskManager
 
     tasks = TaskManager().load([mbpp.task(name, setting) for name in mbpp.NAMES])["tasks"]
@@ -127,7 +127,7 @@ def test_other_files_are_refused(tmp_path, line):
     with pytest.raises(InputError, match="is no file of problems"):
         mbpp.problems(write(tmp_path, line))
     with pytest.raises(InputError, match="--data has no MbppPlus.jsonl.gz"):
-        mbpp.task("mbpp_plus", Setting(tmp_path / "none", words.model()))
+        mbpp.task("mbpp_plus", Setting(words.model(), tmp_path / "none"))
 
 
 @pytest.mark.slow

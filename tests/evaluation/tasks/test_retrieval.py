@@ -9,8 +9,8 @@ from icejax.checks.errors import InputError
 from tests.helpers import words
 
 pytest.importorskip("lm_eval")
+from icejax.evaluation.setting import Setting  # noqa: E402
 from icejax.evaluation.tasks import retrieval  # noqa: E402
-from icejax.evaluation.tasks.generation import Setting  # noqa: E402
 
 LINE = dict(prompt="line a: REGISTER_CONTENT is <12>\nWhat is a? ", expected_number=12, correct_line="line a")
 PAIR = dict(ordered_kv_records=[["k1", "v1"], ["k2", "V2x"], ["k3", "v3"]], key="k2", value="V2x")
@@ -28,7 +28,7 @@ def scores(task, *answers: str) -> list[float]:
 def test_the_last_number_of_an_answer_counts(tmp_path):
     for count in retrieval.COUNTS:
         write(tmp_path, f"longchat/{count}_lines.jsonl.gz", LINE | dict(prompt=LINE["prompt"] + str(count)))
-    setting = Setting(tmp_path, words.model())
+    setting = Setting(words.model(), tmp_path)
     task = retrieval.task("longchat_lines_300", setting)
     assert words.requests(task) == [
         (LINE["prompt"] + "300", dict(until=[], max_gen_toks=100, do_sample=False)),
@@ -42,7 +42,7 @@ def test_the_last_number_of_an_answer_counts(tmp_path):
 
 def test_a_value_may_stand_anywhere_in_any_case(tmp_path):
     write(tmp_path, retrieval.FILE, PAIR)
-    task = retrieval.task("kv_retrieval", Setting(tmp_path, words.model()))
+    task = retrieval.task("kv_retrieval", Setting(words.model(), tmp_path))
     [(prompt, options)] = words.requests(task)
     assert prompt == (
         "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
@@ -65,7 +65,7 @@ def test_a_value_may_stand_anywhere_in_any_case(tmp_path):
     ],
 )
 def test_other_files_are_refused(tmp_path, name, file, line):
-    setting = Setting(tmp_path, words.model())
+    setting = Setting(words.model(), tmp_path)
     with pytest.raises(InputError, match="--data has no"):
         retrieval.task(name, setting)
     write(tmp_path, file, line)
@@ -75,7 +75,7 @@ def test_other_files_are_refused(tmp_path, name, file, line):
 
 @pytest.mark.parametrize("name", ["longchat_lines", "kv_retrieval"])
 def test_published_files_have_their_answers_in_their_prompts(data, name):
-    tasks = retrieval.task(name, Setting(data, words.model()))
+    tasks = retrieval.task(name, Setting(words.model(), data))
     for task in tasks.get_all_tasks() if name == "longchat_lines" else [tasks]:
         rows = task.dataset["test"]
         assert len(rows) == (500 if name == "kv_retrieval" else 50)

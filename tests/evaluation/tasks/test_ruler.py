@@ -13,8 +13,8 @@ from icejax.checks.errors import InputError
 from tests.helpers import words
 
 pytest.importorskip("lm_eval")
+from icejax.evaluation.setting import Setting  # noqa: E402
 from icejax.evaluation.tasks import ruler, ruler_needles, ruler_questions  # noqa: E402
-from icejax.evaluation.tasks.generation import Setting  # noqa: E402
 
 SAMPLES = 4
 LENGTHS = (2000, 4096)
@@ -85,10 +85,20 @@ def solved(kind: str, prompt: str) -> str:
     return re.search(rf"{name} is ({name}!)|{name} \d\n.*? (place \d+!)", prompt)[0]
 
 
+def test_lengths_go_behind_names_without_one():
+    assert ruler.sized("ruler_vt", (4096, 8192)) == ["ruler_vt_4096", "ruler_vt_8192"]
+    assert ruler.sized("ruler", (512,)) == ["ruler_512"]
+    assert [ruler.sized(*asked) for asked in (("ruler_vt_1024", (4096,)), ("niah", (4096,)), ("ruler_vt", None))] == [
+        ["ruler_vt_1024"],
+        ["niah"],
+        ["ruler_vt"],
+    ]
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("kind", [*ruler.MADE, "qa_1", "qa_2"])
 def test_prompts_fit_and_a_solver_by_rules_is_always_right(folder, kind, length):
-    task = ruler.task(f"ruler_{kind}_{length}", Setting(folder, words.model(), limit=SAMPLES))
+    task = ruler.task(f"ruler_{kind}_{length}", Setting(words.model(), folder, limit=SAMPLES))
     rows = task.dataset["test"]
     asked = words.requests(task)
     assert len(rows) == SAMPLES and len({row["prompt"] for row in rows}) == SAMPLES
@@ -105,7 +115,7 @@ def test_prompts_fit_and_a_solver_by_rules_is_always_right(folder, kind, length)
     "kind", ["niah_multikey_1", "niah_multikey_2", "niah_multikey_3", "niah_multivalue", "niah_multiquery"]
 )
 def test_no_other_needle_has_the_answer(folder, kind):
-    task = ruler.task(f"ruler_{kind}", Setting(folder, words.model(), limit=SAMPLES))
+    task = ruler.task(f"ruler_{kind}", Setting(words.model(), folder, limit=SAMPLES))
     for row in task.dataset["test"]:
         needles = re.findall(r"for ([\w-]+) is: ([\w-]+)\.", row["prompt"])
         question = row["prompt"].rsplit("\n", 1)[1]
@@ -116,17 +126,17 @@ def test_no_other_needle_has_the_answer(folder, kind):
 
 
 def test_draws_depend_on_the_task_and_length_alone(folder):
-    setting = Setting(folder, words.model(), limit=2)
+    setting = Setting(words.model(), folder, limit=2)
     tasks = [ruler.task(name, setting) for name in ("ruler_vt", "ruler_vt_4096", "ruler_vt_2000")]
     prompts = [[row["prompt"] for row in task.dataset["test"]] for task in tasks]
     assert prompts[0] == prompts[1] != prompts[2]
-    longer = ruler.task("ruler_vt", Setting(folder, words.model(), limit=3)).dataset["test"]
+    longer = ruler.task("ruler_vt", Setting(words.model(), folder, limit=3)).dataset["test"]
     assert [row["prompt"] for row in longer][:2] == prompts[0]
 
 
 def test_the_chat_template_counts(folder):
     plain, chat = (
-        ruler.task("ruler_niah_single_1", Setting(folder, words.model(), limit=1, chat_tokens=tokens)).dataset["test"][0]
+        ruler.task("ruler_niah_single_1", Setting(words.model(), folder, limit=1, chat_tokens=tokens)).dataset["test"][0]
         for tokens in (0, 1000)
     )
     assert 900 < len(words.encode(plain["prompt"])) - len(words.encode(chat["prompt"])) < 1100
@@ -156,12 +166,12 @@ def test_names_have_lengths():
 
 
 def test_the_group_has_all_made_tasks(folder):
-    together = ruler.task("ruler_2000", Setting(folder, words.model(), limit=1))
+    together = ruler.task("ruler_2000", Setting(words.model(), folder, limit=1))
     assert together.child_names == [f"ruler_{kind}_2000" for kind in ruler.MADE] and len(together.child_names) == 11
 
 
 def test_bad_input_is_named(folder, tmp_path, monkeypatch):
-    setting, empty = Setting(folder, words.model(3000), limit=1), Setting(tmp_path, words.model(), limit=1)
+    setting, empty = Setting(words.model(3000), folder, limit=1), Setting(words.model(), tmp_path, limit=1)
     for name, given, message in (
         ("ruler_vt", setting, "ruler_vt needs 4096 tokens, and --context-length is 3000: raise it"),
         ("ruler_vt_100", setting, "has more than 100 tokens"),
@@ -185,4 +195,4 @@ def test_bad_input_is_named(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wonderwords", None)
     ruler.words.cache_clear()
     with pytest.raises(InputError, match="wonderwords, which is not installed: pip install"):
-        ruler.task("ruler_niah_single_1", Setting(folder, words.model(), limit=1))
+        ruler.task("ruler_niah_single_1", Setting(words.model(), folder, limit=1))

@@ -1,0 +1,63 @@
+"""What is recorded of a run beside its scores: model, cache, versions, and the tokens, seconds and bytes of its answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import statistics
+from importlib import metadata
+from typing import Any
+
+import jax
+
+from icejax import __version__
+from icejax.cache.registry import display_name
+from icejax.evaluation.harness import HarnessModel
+from icejax.runtime import devices
+
+ABOUT = "icejax"  # key in the harness's results
+
+
+def about(harness_model: HarnessModel, name: str, *, chat: bool) -> dict[str, Any]:
+    """Returns the record of a run, as JSON; `name` is the model's."""
+    model, policy = harness_model.model, harness_model.cache
+    versions = {"icejax": __version__, "python": platform.python_version()}
+    versions |= {package: metadata.version(package) for package in ("jax", "lm_eval", "transformers")}
+    return dict(
+        model=name,
+        model_type=model.config.model_type,
+        dtype=model.dtype,
+        weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(model)),
+        cache=display_name(policy),
+        budget=policy.budget,
+        cache_options={key: str(value) for key, value in dataclasses.asdict(policy).items()},
+        context_length=harness_model.max_length,
+        batch_size=harness_model.batch_size,
+        chat=chat,
+        device=devices.device_name(),
+        versions=versions,
+        tasks={task: _took(harness_model, keys) for task, keys in harness_model.asked.items()},
+    )
+
+
+def _took(harness_model: HarnessModel, keys: set[str]) -> dict[str, Any]:
+    """Returns what the answers to a task took: medians of tokens and seconds, and the most bytes.
+
+    Bytes are reserved for a row. Seconds per token are those of a row among the `batch_size` that decode together.
+    """
+    rows = [harness_model.answers.measured(key) for key in keys]
+
+    def median(name: str) -> float | None:
+        values = [row[name] for row in rows if row[name] is not None]
+        return statistics.median(values) if values else None
+
+    seconds = median("tpot_s")
+    return dict(
+        answers=len(rows),
+        prompt_tokens=median("prompt_tokens"),
+        new_tokens=median("new_tokens"),
+        device_bytes=max(row["device_kv_bytes"] + row["digest_bytes"] for row in rows),
+        host_bytes=max(row["host_kv_bytes"] for row in rows),
+        seconds_per_token=seconds,
+        tokens_per_s=None if not seconds else 1 / seconds,
+    )

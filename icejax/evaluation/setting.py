@@ -1,0 +1,58 @@
+"""What the tasks of icejax are made from: the model's tokenizer and context, and what the command line gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from icejax.checks.errors import InputError
+from icejax.evaluation.harness import HarnessModel
+
+TEMPLATE = 64  # tokens that are left for a chat template
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The setting of tasks.
+
+    Attributes:
+        model: the model that answers; its tokenizer counts tokens.
+        data: folder of local files.
+        limit: number of samples of each task that are asked for; None: all.
+        chat_tokens: number of tokens that the chat template and the system message add to a prompt; 0 without a template.
+        lengths: numbers of tokens of the samples, prompt and answer together; None: those of the task.
+        text: the file whose perplexity is measured.
+    """
+
+    model: HarnessModel
+    data: Path | None = None
+    limit: int | None = None
+    chat_tokens: int = 0
+    lengths: tuple[int, ...] | None = None
+    text: Path | None = None
+
+    @property
+    def context_length(self) -> int:
+        """Maximum number of tokens of a prompt and its answer."""
+        return self.model.max_length
+
+    def lengths_for(self, task: str, proposed: Sequence[int], *, least: int) -> list[int]:
+        """Returns the lengths asked for, or else the proposed ones that fit the context.
+
+        Raises:
+            InputError: a length asked for does not fit, or is less than `least`, or no proposed one fits.
+        """
+        asked = list(self.lengths or [length for length in proposed if length <= self.context_length])
+        if not asked or min(asked) < least or max(asked) > self.context_length:
+            got = f", got {', '.join(map(str, asked))}" if self.lengths else ""
+            raise InputError(f"the task {task} needs --lengths from {least} to the context of {self.context_length}{got}")
+        return asked
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the token ids of a text, with or without bos."""
+        return self.model.tok_encode(text, add_special_tokens=add_special_tokens)
+
+    def count(self, text: str) -> int:
+        """Returns the number of tokens of a text without special tokens."""
+        return len(self.encode(text, add_special_tokens=False))
