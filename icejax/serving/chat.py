@@ -39,7 +39,8 @@ async def chat_completions(request: Request) -> Response:
     sampling = parameters.sampling_of(fields, service.sampling, service.model.config.eos_token_ids)
     asked = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     options = parameters.answer_options(fields, sampling=sampling, limit=service.limit(fields, asked, default=NO_LIMIT))
-    options |= dict(cache_salt=parameters.salt_of(fields, key_of(request)), parse_special=bool(fields.parse_special))
+    parse_special = service.parse_special if fields.parse_special is None else fields.parse_special
+    options |= dict(cache_salt=parameters.salt_of(fields, key_of(request)), parse_special=parse_special)
     if fields.logprobs:
         options["logprobs"] = fields.top_logprobs or 0
     answers = await service.submit(lambda: [(chat_text(service, fields), options)], prompts=1, n=n)
@@ -77,14 +78,12 @@ async def chat_completions(request: Request) -> Response:
 
 def chat_text(service: Service, fields: Any) -> ChatText:
     """Returns the messages of a body in the model's chat template; ApiError 400 if it refuses them."""
-    variables = dict(fields.chat_template_kwargs or {})
+    variables = dict(service.template_arguments) | (fields.chat_template_kwargs or {})
     effort = getattr(fields, "reasoning_effort", None)
     if effort is not None and "reasoning_effort" in str(service.tokenizer.chat_template):
         variables.setdefault("reasoning_effort", effort)
     messages, tools = [_message(message) for message in fields.messages], getattr(fields, "tools", None)
-    return checked(
-        "messages", lambda: chat(service.tokenizer, messages, tools=tools, chat_template_kwargs=variables or None)
-    )
+    return checked("messages", lambda: chat(service.tokenizer, messages, tools=tools, chat_template_kwargs=variables or None))
 
 
 def _refuse(fields: ChatRequest) -> None:
@@ -118,9 +117,7 @@ def _part(part: Any) -> Any:
 
 def _choice(index: int, response: GenerationResponse) -> dict[str, Any]:
     message = dict(role="assistant", content=response.text, refusal=None) | _thoughts(response)
-    return dict(
-        index=index, message=message, logprobs=_logprobs(response.logprobs), finish_reason=response.finish_reason
-    )
+    return dict(index=index, message=message, logprobs=_logprobs(response.logprobs), finish_reason=response.finish_reason)
 
 
 def _thoughts(response: GenerationResponse) -> dict[str, str]:

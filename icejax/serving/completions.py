@@ -112,9 +112,7 @@ def _text(response: GenerationResponse) -> str:
     return (response.reasoning or "") + response.text
 
 
-def _choice(
-    index: int, response: GenerationResponse, echoed: str, first: str | None, *, only_echo: bool
-) -> dict[str, Any]:
+def _choice(index: int, response: GenerationResponse, echoed: str, first: str | None, *, only_echo: bool) -> dict[str, Any]:
     """Returns a choice.
 
     Args:
@@ -132,9 +130,7 @@ def _choice(
     return dict(index=index, text=text, logprobs=logprobs, finish_reason=reason)
 
 
-def _logprobs(
-    tokens: Sequence[TokenLogprobs] | None, *, offset: int, first: str | None = None
-) -> dict[str, Any] | None:
+def _logprobs(tokens: Sequence[TokenLogprobs] | None, *, offset: int, first: str | None = None) -> dict[str, Any] | None:
     """Returns the log-probabilities as lists with an entry per token; None if there are none.
 
     Args:
@@ -170,4 +166,3 @@ def _name(token: Logprob) -> str:
 
 def _named(text: str, content: Sequence[int]) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content) if UNFINISHED in text else text
-

@@ -96,5 +96,3 @@ async def read_body(request: Request) -> bytes:
     except TimeoutError:
         raise ApiError(408, f"the body has not come within {BODY_S:.0f} s") from None
     return bytes(body)
-
-

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from icejax.engine.response import GenerationResponse
 from icejax.engine.serving.scheduler import Load
@@ -38,6 +38,7 @@ GAUGES = {
     "gpu_prefix_cache_queries": "vllm:prefix_cache_queries_total by its older name",
     "gpu_prefix_cache_hits": "vllm:prefix_cache_hits_total by its older name",
 }
+disable_created_metrics()  # the time of the first value, which doubles the lines
 
 
 class Metrics:
@@ -46,9 +47,7 @@ class Metrics:
     def __init__(self, model: str) -> None:
         self._registry = CollectorRegistry()
         common = dict(labelnames=("model_name",), registry=self._registry)
-        self._counters = {
-            name: Counter(f"vllm:{name}", about, **common).labels(model) for name, about in COUNTERS.items()
-        }
+        self._counters = {name: Counter(f"vllm:{name}", about, **common).labels(model) for name, about in COUNTERS.items()}
         self._histograms = {
             name: Histogram(f"vllm:{name}", name.replace("_", " "), buckets=buckets, **common).labels(model)
             for name, buckets in HISTOGRAMS.items()

@@ -49,6 +49,8 @@ class Service:
         places: rows that decode at once.
         max_queue: answers that may wait.
         sampling: sampling options of requests that leave them open.
+        template_arguments: variables of the chat template, likewise.
+        parse_special: whether names of control tokens in messages are these tokens, likewise.
         hosts: names of this host that requests must come to; empty: any.
         fail: called once with the error of an engine that has failed.
         created: unix time of the start.
@@ -61,6 +63,8 @@ class Service:
     places: int = 4
     max_queue: int = 256
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    parse_special: bool = False
     hosts: tuple[str, ...] = ()
     fail: Callable[[BaseException], None] = lambda error: None
     created: int = field(default_factory=lambda: int(time.time()))
@@ -121,6 +125,11 @@ class Service:
             self._submitting -= count
         self._open.add(answers)
         return answers
+
+    def cancel_all(self) -> None:
+        """Cancels all requests."""
+        for answers in self._open:
+            answers.cancel()
 
     def close(self, answers: Answers) -> None:
         """Forgets a request that is over, and cancels what is left of it."""

@@ -27,9 +27,7 @@ def token_logprobs(
     """
     arrays = _top_logprobs(logits, tokens, count=min(most, logits.shape[-1]))
     tokens, chosen, best, ids = (np.asarray(x) for x in (tokens, *arrays))
-    return {
-        i: named(tokenizer, tokens[i], chosen[i], zip(ids[i, :n], best[i, :n], strict=True)) for i, n in counts.items()
-    }
+    return {i: named(tokenizer, tokens[i], chosen[i], zip(ids[i, :n], best[i, :n], strict=True)) for i, n in counts.items()}
 
 
 def named(tokenizer: Any, token: int, logprob: float, top: Iterable[tuple[int, float]]) -> TokenLogprobs:
