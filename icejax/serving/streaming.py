@@ -1,4 +1,4 @@
-"""Responses whose answers may still be computed: whole ones, and streams of server-sent events. `completions` and `chat` call it.
+"""Responses whose answers are still computed: whole ones, and streams of server-sent events. `completions` and `chat` call it.
 
 An event is `data: {...}` and two line feeds, one for each token. While nothing comes, a comment tells client and proxies that
 the server lives. An error behind the headers is an event too: {"error": ...}.

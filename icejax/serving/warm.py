@@ -1,4 +1,4 @@
-"""Compiles the programs of an engine before the first request: one prompt of every padded size, and one of every kind of row."""
+"""Compiles the programs of an engine before the first request: a prompt of every padded size, and rows of every kind."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def instead_of_ending(action: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def draining(action: Callable[[], None]) -> Iterator[None]:
-    """Makes the first Ctrl-C or SIGTERM call `action` in another thread while the block runs; the second one ends the command."""
+    """Makes the first Ctrl-C or SIGTERM call `action` in another thread while the block runs; a second one ends the command."""
     _drains.append(action)
     try:
         yield

@@ -76,7 +76,7 @@ class RowStart:
             prefixes: the prefix store.
             salt: salt of the entries that the row leaves in the store; None: it leaves none.
             progress: called with the number of layers done, where the prefill is one piece.
-            logprobs: number of most likely tokens to report with each prompt token; None: none. The prompt has no cached prefix.
+            logprobs: most likely tokens to report with each prompt token, which uses no cached prefix; None: none.
             tokenizer: names these tokens.
         """
         self._model, self._plan, self._tokens, self._route, self._table = model, plan, tokens, route, table
