@@ -62,6 +62,11 @@ class Answers:
         with contextlib.suppress(RuntimeError):  # the loop has ended: the server stops
             loop.call_soon_threadsafe(self._queue.put_nowait, (number, piece))
 
+    @property
+    def over(self) -> bool:
+        """Whether all answers have come to their end."""
+        return not self._left
+
     def cancel(self) -> None:
         """Ends the request in the engine; one that is over stays so."""
         for handle in self._handles:

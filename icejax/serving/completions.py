@@ -47,6 +47,7 @@ async def completions(request: Request) -> Response:
     reading = dict(special_tokens=fields.add_special_tokens is not False, parse_special=fields.parse_special is not False)
     options |= dict(logprobs=fields.logprobs, cache_salt=parameters.salt_of(fields, key_of(request)), **reading)
     scored = fields.logprobs if fields.echo else None
+    echoed = [_echoed(service.tokenizer, prompt) if fields.echo else "" for prompt in prompts]
     firsts: list[str | None] = [None] * len(prompts)
 
     def make() -> list[tuple[EngineRequest, dict[str, Any]]]:
@@ -58,7 +59,6 @@ async def completions(request: Request) -> Response:
 
     answers = await service.submit(make, prompts=len(prompts), n=n)
     about = dict(id=new_id("cmpl"), object="text_completion", created=int(time.time()), model=name)
-    echoed = [_echoed(service.tokenizer, prompt) if fields.echo else "" for prompt in prompts]
 
     if not fields.stream:
 
@@ -92,7 +92,7 @@ async def completions(request: Request) -> Response:
         return [chunk([dict(index=index, text=echo + text, logprobs=logprobs, finish_reason=piece.finish_reason)])]
 
     last: Callable[[], list[bytes]] = lambda: [chunk([], usage=True)] if has_usage else []  # noqa: E731
-    return EventStream(answers, service, first=[], of_piece=of_piece, last=last)
+    return EventStream(answers, service, of_piece=of_piece, last=last)
 
 
 def _prompts(prompt: str | list[Any]) -> list[Prompt]:

@@ -35,14 +35,20 @@ class ApiError(Exception):
         """Returns the object that clients read."""
         return {"error": dict(message=self.message, type=_kind(self.status), param=self.param, code=self.code)}
 
-    def response(self) -> Response:
-        """Returns the HTTP response."""
+    def anthropic_body(self) -> dict[str, Any]:
+        """Returns the object that Anthropic's clients read."""
+        kind = "overloaded_error" if self.status == 503 else "api_error" if self.status >= 500 else _kind(self.status)
+        return dict(type="error", error=dict(type=kind, message=self.message))
+
+    def response(self, *, path: str = "") -> Response:
+        """Returns the HTTP response to a request of `path`."""
         headers = {"Retry-After": str(RETRY_S)} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.status in (408, 413):  # the rest of the body is not read
             headers["Connection"] = "close"
-        return Response(json_bytes(self.body()), self.status, headers, "application/json")
+        body = self.anthropic_body() if path.startswith("/v1/messages") else self.body()
+        return Response(json_bytes(body), self.status, headers, "application/json")
 
 
 def _kind(status: int) -> str:

@@ -52,7 +52,7 @@ class Guard:
             failure = http_error(error.status_code) if isinstance(error, HTTPException) else api_error(error)
             if failure.status >= 500 and not isinstance(error, ApiError):
                 self._service.failed_on(error)
-            await failure.response()(scope, receive, send)
+            await failure.response(path=request.url.path)(scope, receive, send)
 
     def _check(self, request: Request) -> None:
         """Raises ApiError for a request without a key, or one that a page of another site makes in a browser."""

@@ -22,6 +22,7 @@ FORMS = {  # of the fields that have several
     "prompt": "must be text, token ids, or a list of either",
     "stop": f"must be text, or a list of at most {MOST_STOPS} texts",
     "tool_choice": "must be text or an object",
+    "system": "must be text, or a list of text blocks",
 }
 Body = TypeVar("Body", bound="Schema")
 
@@ -102,6 +103,17 @@ class ChatRequest(AnswerFields):
     audio: Any = None
     modalities: list[str] | None = None
     web_search_options: Any = None
+
+
+class MessagesRequest(AnswerFields):
+    """The body of `/v1/messages`, as Anthropic has it."""
+
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeRequest(Schema):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from icejax.engine.response import GenerationResponse
 from icejax.serving.answers import Answers
-from icejax.serving.errors import api_error
+from icejax.serving.errors import ApiError, api_error
 from icejax.serving.json_text import json_bytes
 from icejax.serving.service import Service
 
@@ -29,6 +29,14 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx woul
 def event(value: Any) -> bytes:
     """Returns a server-sent event."""
     return b"data: " + json_bytes(value) + b"\n\n"
+
+
+def named_event(value: dict[str, Any]) -> bytes:
+    """Returns a server-sent event with the name that is its `type`."""
+    return f"event: {value['type']}\n".encode() + event(value)
+
+
+CUT = ApiError(503, "the answer was cut: the server stops", code="draining")
 
 
 @contextlib.asynccontextmanager
@@ -51,10 +59,12 @@ async def open_while(request_receive: Receive, answers: Answers, service: Servic
 async def whole_response(
     request: Request, answers: Answers, service: Service, body: Callable[[list[GenerationResponse]], dict[str, Any]]
 ) -> Response:
-    """Returns the response with all answers, of which `body` makes the object; an empty one if the client has left."""
+    """Returns the response with all answers, of which `body` makes the object; an error if they were cut."""
     async with open_while(request.receive, answers, service):
         responses = await answers.whole()
-    return Response(status_code=499) if responses is None else json_response(body(responses))
+    if responses is None:
+        raise CUT
+    return json_response(body(responses))
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -66,9 +76,11 @@ class EventStream(Response):
     """A response that sends events as they come.
 
     Args:
-        first: events before the first piece.
         of_piece: the events of the piece of an answer, whose number is given.
-        last: called behind the last piece; events before `DONE`.
+        first: events before the first piece.
+        last: called behind the last piece; events before `done`.
+        failed: the event of an error.
+        done: the end of a stream.
     """
 
     def __init__(
@@ -76,12 +88,14 @@ class EventStream(Response):
         answers: Answers,
         service: Service,
         *,
-        first: list[bytes],
         of_piece: Callable[[int, GenerationResponse], list[bytes]],
-        last: Callable[[], list[bytes]],
+        first: Sequence[bytes] = (),
+        last: Callable[[], list[bytes]] = list,
+        failed: Callable[[ApiError], bytes] = lambda error: event(error.body()),
+        done: bytes = DONE,
     ) -> None:
-        self._answers, self._service = answers, service
-        self._first, self._of_piece, self._last = first, of_piece, last
+        self._answers, self._service, self._of_piece = answers, service, of_piece
+        self._first, self._last, self._failed, self._done = first, last, failed, done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {"content-type": "text/event-stream; charset=utf-8"} | HEADERS
@@ -96,10 +110,12 @@ class EventStream(Response):
                 await write(b"".join(self._first) or b": the request waits\n\n")
                 async for item in self._answers.pieces(patience=PATIENCE_S):
                     await write(b": the request waits\n\n" if item is None else b"".join(self._of_piece(*item)))
-                await write(b"".join(self._last()) + DONE)
+                if not self._answers.over:
+                    raise CUT
+                await write(b"".join(self._last()) + self._done)
             except Exception as error:
                 failure = api_error(error)
-                if failure.status >= 500:
+                if failure.status >= 500 and failure is not CUT:
                     self._service.failed_on(error)
-                await write(event(failure.body()))
+                await write(self._failed(failure))
             await write(b"", more=False)

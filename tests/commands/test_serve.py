@@ -90,7 +90,9 @@ def started(*arguments: str) -> subprocess.Popen:
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
 def test_a_process_starts_answers_and_ends_by_a_signal(sign):
     pytest.importorskip("uvicorn")
-    process = started("--context-length", "512", "--max-new-tokens", "64", "--warmup", "0", "--cache", "full", "--api-key", "sk-1")
+    process = started(
+        "--context-length", "512", "--max-new-tokens", "64", "--warmup", "0", "--cache", "full", "--api-key", "sk-1"
+    )
     try:
         line = process.stdout.readline()
         address = re.fullmatch(r"bundled is served at (http://127\.0\.0\.1:\d+/v1)\n", line)[1]

@@ -66,7 +66,9 @@ def test_openai_raises_its_own_errors(client, server):
 
 def test_openai_that_stops_reading_ends_the_request(client, server):
     engine = server.service.engine
-    stream = client.completions.create(prompt="a", stream=True, extra_body=dict(ignore_eos=True), **GREEDY | dict(max_tokens=40))
+    stream = client.completions.create(
+        prompt="a", stream=True, extra_body=dict(ignore_eos=True), **GREEDY | dict(max_tokens=40)
+    )
     next(iter(stream))
     stream.close()
     wait_for(lambda: engine.load.running == 0 and server.service.open_answers == 0)
@@ -96,7 +98,9 @@ def test_the_harness_reads_our_own_log_likelihoods(server, chatty, tmp_path):
 
     chatty[1].save_pretrained(tmp_path)
     url = f"http://127.0.0.1:{server.port}/v1/completions"
-    theirs = LocalCompletionsAPI(base_url=url, model="bundled", tokenizer=str(tmp_path), tokenizer_backend="huggingface", max_length=256)
+    theirs = LocalCompletionsAPI(
+        base_url=url, model="bundled", tokenizer=str(tmp_path), tokenizer_backend="huggingface", max_length=256
+    )
     ours = HarnessModel(*chatty, cache=Full(), max_length=256)
     pairs = [("import ", "os\n"), ("def f(a):\n    return ", "a + 1"), ("x", " = [1, 2]\n" * 9), ("", "import sys")]
 

@@ -41,6 +41,14 @@ def test_drawn_answers_are_those_of_the_seed(server, alone):
     assert texts != [choice["text"] for choice in server.ask(PATH, body | dict(seed=-7))["choices"]]
 
 
+def test_drawn_answers_of_several_prompts_are_in_order(server, alone):
+    body = dict(prompt=[TEXT, "x = ["], n=2, seed=7, temperature=1.1, max_tokens=5)
+    texts = [choice["text"] for choice in server.ask(PATH, body)["choices"]]
+    options = dict(seed=7, sampling=icejax.Sampling(temperature=1.1), max_new_tokens=5)
+    assert [texts[0], texts[2]] == [alone(prompt, **options).text for prompt in body["prompt"]]
+    assert len({*texts}) == 4
+
+
 def test_a_stop_string_ends_a_text_and_null_is_none(server, alone):
     whole = alone(TEXT, max_new_tokens=9).text
     answer = server.ask(PATH, dict(prompt=TEXT, stop=whole[3:5], **GREEDY))["choices"][0]
