@@ -11,7 +11,7 @@ from typing import Any
 from icejax.serving.lifecycle import Server
 from icejax.serving.service import Phase, Service
 
-WAIT_S = 30
+WAIT_S = 120
 
 
 class Live:

@@ -155,8 +155,9 @@ class Scheduler:
             self._credit -= (1 - self._share) * seconds
 
     def load(self) -> Load:
-        """Returns how busy the batch is."""
-        running = [*self.decoding.values(), *([] if self.prefilling is None else [self.prefilling])]
+        """Returns how busy the batch is; another thread may call it between any two operations of the engine's."""
+        prefilling = self.prefilling
+        running = [*self.decoding.values(), *([] if prefilling is None else [prefilling])]  # one copy: the dict may change
         used = len(running) / self._places
         if self.extents is not None:
             used = sum(int(ticket.wanted.sum()) for ticket in running) / self._capacity

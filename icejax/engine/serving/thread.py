@@ -19,7 +19,7 @@ from icejax.checks.errors import InputError
 from icejax.engine.decode.loop import Outcome
 from icejax.engine.response import GenerationResponse, joined
 from icejax.engine.serving.core import Core, Job
-from icejax.engine.serving.scheduler import Load, Ticket, too_many_wait
+from icejax.engine.serving.scheduler import Load, Scheduler, Ticket, too_many_wait
 
 LOG = logging.getLogger(__name__)
 CLOSED = "the engine is closed: start another one"
@@ -105,11 +105,7 @@ class Handle:
 
 
 class EngineThread:
-    """Drives a core in a thread of its own, until it is closed or the core fails.
-
-    Attributes:
-        load: how busy the core was when the thread last looked; any thread may read it.
-    """
+    """Drives a core in a thread of its own, until it is closed or the core fails."""
 
     def __init__(self, make_core: Callable[[], Core], *, most_waiting: int | None = None) -> None:
         """Starts the thread, which makes the core; raises what that raises.
@@ -124,7 +120,7 @@ class EngineThread:
         self._tickets: dict[Handle, list[Ticket]] = {}  # that are not over
         self._closes = False
         self._failure: BaseException | None = None
-        self.load = Load()
+        self._scheduler: Scheduler | None = None  # of the core, while it works
         self._started: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(make_core,), name="icejax-engine", daemon=True)
         self._thread.start()
@@ -149,6 +145,12 @@ class EngineThread:
             self._new.append((handle, jobs))
             self._changed.notify()
         return handle
+
+    @property
+    def load(self) -> Load:
+        """How busy the core is; any thread may ask."""
+        scheduler = self._scheduler
+        return Load() if scheduler is None else scheduler.load()
 
     @property
     def failure(self) -> BaseException | None:
@@ -182,6 +184,7 @@ class EngineThread:
         except BaseException as error:
             self._started.put(error)
             return
+        self._scheduler = core.scheduler
         self._started.put(None)
         try:
             self._drive(core)
@@ -190,6 +193,7 @@ class EngineThread:
             failure = error
             traceback.clear_frames(error.__traceback__)  # they hold the core's arrays
         core.close()
+        self._scheduler = None
         del core
         with self._changed:
             self._closes, self._failure = True, failure
@@ -216,7 +220,6 @@ class EngineThread:
                 self._tickets[handle].remove(ticket)
                 if not self._tickets[handle]:
                     del self._tickets[handle]
-        self.load = core.scheduler.load()
 
     def _take_changes(self, core: Core) -> bool:
         """Waits until there is something to do, and hands what callers asked for to the core; False: the engine closes."""
@@ -236,7 +239,6 @@ class EngineThread:
         for handle in cancelled:
             if self._drop(core, handle):
                 handle.put(None)
-        self.load = core.scheduler.load()
         return not closes
 
     def _drop(self, core: Core, handle: Handle) -> bool:
