@@ -26,7 +26,7 @@ FAULTS = (
     ("engine/prompt_logprobs.py", "tokens[first + 1 : first + 1 + BLOCK]", "tokens[first : first + BLOCK][1:]", "api/test_prompt_logprobs.py::test_they_are_those_of_exact_attention[full]"),
     ("engine/serving/prefix_cache.py", "if ticket.request.prompt_logprobs is not None", "if False", "api/test_prompt_logprobs.py::test_a_stored_prefix_is_not_used_and_nothing_is_stored"),
     ("serving/answers.py", "number * self._n + piece.sample", "number + piece.sample", "serving/test_completions.py::test_drawn_answers_of_several_prompts_are_in_order"),
-    ("serving/guard.py", "request.url.path not in OPEN and", "request.url.path.startswith('/v1/chat') and", "serving/test_lifecycle.py::test_a_key_is_asked_for_everywhere_but_on_two_routes"),
+    ("serving/guard.py", "request.scope[\"path\"] not in OPEN and", "False and", "serving/test_lifecycle.py::test_a_key_is_asked_for_everywhere_but_on_two_routes"),
     ("serving/parameters.py", "hashlib.sha256(key.encode()).hexdigest()", "''", "serving/test_lifecycle.py::test_callers_with_other_keys_share_no_cache"),
     ("serving/service.py", "self.open_answers + count > most", "count > most", "serving/test_errors.py::test_a_full_queue_is_told_when_to_come_again"),
     ("serving/streaming.py", "        answers.cancel()\n\n    watcher", "        pass\n\n    watcher", "serving/test_errors.py::test_a_client_that_leaves_ends_its_request[False]"),

@@ -59,7 +59,7 @@ def parser(name: str) -> Parser:
     return parser
 
 
-def _parse_and_run(argv: list[str] | None, name: str) -> None:
+def _parse_and_run(argv: list[str] | None, name: str) -> int:
     arguments = parser(name).parse_args(argv)
     check(arguments)
     missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
@@ -67,7 +67,7 @@ def _parse_and_run(argv: list[str] | None, name: str) -> None:
         raise InputError(f"icejax serve needs {', '.join(missing)}: pip install 'icejax[serve]'")
     from icejax.commands.serving import run  # imports what the extra has
 
-    run(arguments, Console(stderr=True), tell=write, draining=draining)
+    return run(arguments, Console(stderr=True), tell=write, draining=draining)
 
 
 def check(arguments: argparse.Namespace) -> None:

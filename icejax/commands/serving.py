@@ -20,7 +20,7 @@ from icejax.engine.sampling import Sampling
 from icejax.models.decoder import CausalLM
 from icejax.runtime.out_of_memory import report_out_of_memory
 from icejax.runtime.progress import COMPILING
-from icejax.serving.lifecycle import Server
+from icejax.serving.lifecycle import EngineFailed, Server
 from icejax.serving.service import Service
 from icejax.serving.warm import warm_up
 
@@ -31,15 +31,15 @@ def run(
     *,
     tell: Callable[[str], None],
     draining: Callable[[Callable[[], None]], AbstractContextManager],
-) -> None:
-    """Serves until a signal.
+) -> int:
+    """Serves until a signal; returns the exit status, 1 if the engine has failed.
 
     Args:
         tell: writes a line for the user.
         draining: has a signal call what it is given, as `process.draining`.
 
     Raises:
-        InputError: the address, the model or an option cannot be used, or the engine has failed.
+        InputError: the address, the model or an option cannot be used.
     """
     names, keys, host = serve.model_names(arguments), serve.keys(arguments), arguments.host
     is_private = serve.is_loopback(host) and not keys and not arguments.no_auth
@@ -51,7 +51,7 @@ def run(
         max_queue=arguments.max_queue,
         template_arguments=options.template_arguments(arguments),
         parse_special=arguments.parse_special,
-        hosts=tuple({"localhost", "127.0.0.1", "::1", host}) if is_private else (),
+        hosts=tuple(dict.fromkeys(("localhost", "127.0.0.1", "::1", host))) if is_private else (),
     )
     server = Server(service, host=host, port=arguments.port, drain_s=arguments.drain_seconds)
 
@@ -77,4 +77,8 @@ def run(
         report_out_of_memory("use fewer --slots, a shorter --context-length, or a 16-bit --dtype", None),
         draining(server.drain),
     ):
-        server.run(start, ready)
+        try:
+            server.run(start, ready)
+        except EngineFailed:  # the log has told of it
+            return 1
+    return 0

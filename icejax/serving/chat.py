@@ -16,7 +16,7 @@ from icejax.api.prompts import chat
 from icejax.engine.response import GenerationResponse, Logprob, TokenLogprobs
 from icejax.serving import parameters
 from icejax.serving.errors import ApiError
-from icejax.serving.guard import key_of, read_body
+from icejax.serving.guard import owner_of, read_body
 from icejax.serving.identity import new_id
 from icejax.serving.parameters import checked
 from icejax.serving.schemas import ChatRequest, parsed
@@ -40,7 +40,7 @@ async def chat_completions(request: Request) -> Response:
     asked = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     options = parameters.answer_options(fields, sampling=sampling, limit=service.limit(fields, asked, default=NO_LIMIT))
     parse_special = service.parse_special if fields.parse_special is None else fields.parse_special
-    options |= dict(cache_salt=parameters.salt_of(fields, key_of(request)), parse_special=parse_special)
+    options |= dict(cache_salt=parameters.salt_of(fields, owner_of(request)), parse_special=parse_special)
     if fields.logprobs:
         options["logprobs"] = fields.top_logprobs or 0
     answers = await service.submit(lambda: [(chat_text(service, fields), options)], prompts=1, n=n)

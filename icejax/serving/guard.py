@@ -43,28 +43,41 @@ class Guard:
         try:
             self._check(request)
             await self._app(scope, receive, sending)
-        except (ClientDisconnect, OSError):
+        except ClientDisconnect:
             return
         except Exception as error:
             if begun:  # no other response can be sent
+                if isinstance(error, OSError):  # the client has left
+                    return
                 self._service.failed_on(error)
                 raise ConnectionAbortedError("a response was cut") from None
             failure = http_error(error.status_code) if isinstance(error, HTTPException) else api_error(error)
             if failure.status >= 500 and not isinstance(error, ApiError):
                 self._service.failed_on(error)
-            await failure.response(path=request.url.path)(scope, receive, send)
+            await failure.response(path=scope["path"])(scope, receive, send)
 
     def _check(self, request: Request) -> None:
         """Raises ApiError for a request without a key, or one that a page of another site makes in a browser."""
         service = self._service
-        if service.hosts and (request.url.hostname or "").lower() not in service.hosts:
+        if service.hosts and _name(request.headers.get("host", "")) not in service.hosts:
             raise ApiError(403, f"the server is known as {' or '.join(service.hosts)} alone: use that name, or --api-key")
         origin = request.headers.get("origin")
         if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
             raise ApiError(403, "pages of other sites may not call this server")
-        if service.keys and request.url.path not in OPEN and not _is_known(key_of(request), service.keys):
+        if service.keys and request.scope["path"] not in OPEN and not _is_known(key_of(request), service.keys):
             message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
             raise ApiError(401, message, code="invalid_api_key")
+
+
+def _name(host: str) -> str:
+    """Returns the name in a Host header, without port and brackets."""
+    name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+    return name.lower()
+
+
+def owner_of(request: Request) -> str | None:
+    """Returns the key of a request whose cached prefixes are its own; None: the server asks for no key."""
+    return key_of(request) if request.app.state.service.keys else None
 
 
 def key_of(request: Request) -> str | None:

@@ -28,6 +28,10 @@ HEADER_BYTES = 2**16
 Start = Callable[[], tuple[CausalLM, Any, Engine]]
 
 
+class EngineFailed(RuntimeError):
+    """Raised when a server has ended because its engine failed; the error is its cause."""
+
+
 class Server:
     """A server of one model.
 
@@ -64,14 +68,14 @@ class Server:
             ready: called when the server takes requests.
 
         Raises:
-            InputError: what `start` raises.
-            RuntimeError: the engine has failed; the error is its cause.
+            EngineFailed: the engine has failed; the log has told of it.
+            Exception: what `start` raises.
         """
         asyncio.run(self._run(start, ready))
-        if isinstance(self._error, InputError):
-            raise self._error
+        if self.service.phase is Phase.FAILED:
+            raise EngineFailed(f"the engine has failed: {self._error}") from self._error
         if self._error is not None:
-            raise RuntimeError(f"the engine has failed: {self._error}") from self._error
+            raise self._error
 
     def drain(self) -> None:
         """Ends the server when the answers that run are over; any thread may call it."""

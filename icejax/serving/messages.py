@@ -16,7 +16,7 @@ from icejax.engine.response import GenerationResponse
 from icejax.serving import parameters
 from icejax.serving.chat import chat_text
 from icejax.serving.errors import ApiError
-from icejax.serving.guard import key_of, read_body
+from icejax.serving.guard import owner_of, read_body
 from icejax.serving.identity import new_id
 from icejax.serving.schemas import MessagesRequest, parsed
 from icejax.serving.service import Service
@@ -36,7 +36,7 @@ async def messages(request: Request) -> Response:
     sampling = parameters.sampling_of(fields, service.sampling, service.model.config.eos_token_ids)
     limit = service.limit(fields, fields.max_tokens, default=1)
     options = parameters.answer_options(fields, sampling=sampling, limit=limit)
-    options |= dict(cache_salt=parameters.salt_of(fields, key_of(request)), parse_special=service.parse_special)
+    options |= dict(cache_salt=parameters.salt_of(fields, owner_of(request)), parse_special=service.parse_special)
     answers = await service.submit(lambda: [(chat_text(service, chat), options)], prompts=1, n=1)
     about = dict(id=new_id("msg"), type="message", role="assistant", model=name)
 

@@ -81,6 +81,31 @@ def test_addresses_of_this_machine_alone():
     assert [serve.url(host, 80) for host in ("::1", "localhost")] == ["http://[::1]:80", "http://localhost:80"]
 
 
+def test_a_failed_engine_is_status_1_and_other_errors_are_not_hidden(capsys, monkeypatch):
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("starlette")
+    from icejax.commands import serving
+    from icejax.serving.lifecycle import EngineFailed
+
+    class Failing:
+        port, error = 1, EngineFailed("the engine has failed: no power")
+
+        def __init__(self, service, **options) -> None:
+            assert service.hosts == ("localhost", "127.0.0.1", "::1") and options["port"] == 8000
+
+        def drain(self) -> None:
+            pass
+
+        def run(self, *_) -> None:
+            raise self.error
+
+    monkeypatch.delenv(serve.KEY_VARIABLE, raising=False)
+    monkeypatch.setattr(serving, "Server", Failing)
+    assert serve.main([]) == 1
+    Failing.error = MemoryError()
+    assert refusal(capsys) == "out of memory on the host: use fewer --slots, a shorter --context-length, or a 16-bit --dtype"
+
+
 def started(*arguments: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "icejax", "serve", "--port", "0", "--quiet", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

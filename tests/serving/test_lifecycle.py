@@ -112,6 +112,9 @@ def test_callers_with_other_keys_share_no_cache(engine):
 def test_pages_of_other_sites_and_names_are_refused(engine):
     with served(engine, hosts=("127.0.0.1", "localhost")) as server:
         assert server.ask("/v1/models")["data"]
+        assert server.ask("/v1/models", Host=f"LOCALHOST:{server.port}")["data"]
+        for host in ("[::1", "[::2]:80", ":80", "127.0.0.1.evil.example"):
+            server.refusal("/v1/models", None, status=403, Host=host)
         error = server.refusal("/v1/models", None, status=403, Host="evil.example")
         assert error["message"] == "the server is known as 127.0.0.1 or localhost alone: use that name, or --api-key"
         assert server.refusal(COMPLETIONS, BODY, status=403, Origin="http://evil.example")["type"] == "permission_error"
