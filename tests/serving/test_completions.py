@@ -32,6 +32,7 @@ def test_prompts_of_all_forms_have_their_own_answers(server, alone):
         assert server.ask(PATH, dict(prompt=prompt, **GREEDY))["choices"][0]["text"] == expected[1]
 
 
+@pytest.mark.slow
 def test_drawn_answers_are_those_of_the_seed(server, alone):
     body = dict(prompt=TEXT, n=2, seed=7, temperature=1.1, top_p=0.9, top_k=30, frequency_penalty=0.5, max_tokens=9)
     texts = [choice["text"] for choice in server.ask(PATH, body)["choices"]]
@@ -41,6 +42,7 @@ def test_drawn_answers_are_those_of_the_seed(server, alone):
     assert texts != [choice["text"] for choice in server.ask(PATH, body | dict(seed=-7))["choices"]]
 
 
+@pytest.mark.slow
 def test_drawn_answers_of_several_prompts_are_in_order(server, alone):
     body = dict(prompt=[TEXT, "x = ["], n=2, seed=7, temperature=1.1, max_tokens=5)
     texts = [choice["text"] for choice in server.ask(PATH, body)["choices"]]
