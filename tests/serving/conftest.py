@@ -1,15 +1,17 @@
-"""A served model: the bundled one, with a chat template, whose cache holds all tokens."""
+"""A served model: the bundled one, with a chat template, whose cache holds all tokens.
+
+Without the packages of the extra `serve` the tests of this folder are not collected.
+"""
 
 import copy
+import importlib.util
 
 import pytest
 
-pytest.importorskip("starlette", reason="needs the extra serve: pip install 'icejax[serve]'")
-
 import icejax
-from icejax.serving.service import Service
-from tests.helpers.server import live
+from icejax.commands.serve import NEEDED
 
+collect_ignore_glob = [] if all(map(importlib.util.find_spec, NEEDED)) else ["test_*.py"]
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{% if m.reasoning %}({{ m.reasoning }}){% endif %}{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -28,6 +30,9 @@ def chatty(bundled):
 @pytest.fixture(scope="module")
 def server(chatty):
     """A server of the bundled model."""
+    from icejax.serving.service import Service
+    from tests.helpers.server import live
+
     service = Service(names=("bundled", "other-name"), root="here", places=SIZES["batch_size"], max_queue=6)
 
     def start():
