@@ -16,7 +16,7 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{% if m.reasoning %}({{ m.reasoning }}){% endif %}{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-SIZES = dict(batch_size=3, context_length=300, max_new_tokens=40)
+SIZES = dict(batch_size=3, context_length=300, max_new_tokens=200)
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ def test_a_last_message_of_the_assistant_is_continued(server, chatty, alone):
 
 def test_an_answer_without_a_limit_has_as_many_tokens_as_fit(server):
     usage = server.ask(PATH, dict(messages=MESSAGES, temperature=0, ignore_eos=True))["usage"]
-    assert usage["completion_tokens"] == 40
+    assert usage["completion_tokens"] == 200
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What is refused: status, message, field and code of OpenAI's error objects. No body makes the server fail."""
 
 import json
+import re
 import socket
 
 import pytest
@@ -112,9 +113,16 @@ def test_a_full_queue_is_told_when_to_come_again(server):
     assert server.ask(COMPLETIONS, TEXT)
 
 
+def aborted(server) -> float:
+    """Returns how many answers have ended because their clients left."""
+    text = server.send("/metrics").read().decode()
+    return float(re.search(r'vllm:request_success_total\{finished_reason="abort",model_name="bundled"\} (\S+)', text)[1])
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_request(server, stream):
-    engine, body = server.service.engine, TEXT | dict(n=3, max_tokens=40, ignore_eos=True, stream=stream)
+    engine, body = server.service.engine, TEXT | dict(n=3, max_tokens=200, ignore_eos=True, stream=stream)
+    before = aborted(server)
     connection = server.connect()
     connection.request("POST", COMPLETIONS, json.dumps(body))
     wait_for(lambda: engine.load.running == 3)
@@ -122,7 +130,7 @@ def test_a_client_that_leaves_ends_its_request(server, stream):
     if stream:
         connection.close()
     wait_for(lambda: engine.load.running == 0 and server.service.open_answers == 0)
-    assert 'finished_reason="abort"' in server.send("/metrics").read().decode()
+    assert aborted(server) > before
     assert server.ask(COMPLETIONS, TEXT)
 
 
