@@ -87,7 +87,7 @@ def chat_text(service: Service, fields: Any) -> ChatText:
 
 
 def _refuse(fields: ChatRequest) -> None:
-    """Raises ApiError 400 for what is not built or cannot be."""
+    """Raises ApiError 400 for a field that asks for more than is built."""
     parameters.refuse_not_built(fields)
     if fields.tools and fields.tool_choice != "none":
         message = "tools are not supported yet: leave them out, or give tool_choice 'none'"
@@ -100,14 +100,14 @@ def _refuse(fields: ChatRequest) -> None:
 
 def _message(message: Message) -> Message:
     """Returns a message with the keys that a template reads; parts of a content lose all but their text."""
-    kept = {key: value for key, value in message.items() if key in KEYS}
-    if kept.get("reasoning") is not None:
-        kept.pop("reasoning_content", None)
-    if isinstance(role := kept.get("role"), str):
-        kept["role"] = ROLES.get(role, role)
-    if isinstance(content := kept.get("content"), list):
-        kept["content"] = [_part(part) for part in content]
-    return kept
+    known = {key: value for key, value in message.items() if key in KEYS}
+    if known.get("reasoning") is not None:
+        known.pop("reasoning_content", None)
+    if isinstance(role := known.get("role"), str):
+        known["role"] = ROLES.get(role, role)
+    if isinstance(content := known.get("content"), list):
+        known["content"] = [_part(part) for part in content]
+    return known
 
 
 def _part(part: Any) -> Any:

@@ -1,6 +1,6 @@
 """`/v1/completions`: texts behind prompts, which are texts or token ids. https://platform.openai.com/docs/api-reference/completions
 
-With `echo` and `logprobs` a choice has the log-probabilities of the prompt's own tokens too, from exact attention: those that
+With `echo` and `logprobs` a choice has the log-probabilities of the prompt's own tokens too, from exact attention, which
 lm-evaluation-harness sums. The names of control tokens in a prompt are these tokens, as in vLLM and llama.cpp, unless
 `parse_special` is false.
 """
@@ -96,7 +96,7 @@ async def completions(request: Request) -> Response:
 
 
 def _prompts(prompt: str | list[Any]) -> list[Prompt]:
-    """Returns the prompts of a body; ApiError 400 if there is none, or an empty one."""
+    """Returns the prompts of a body; ApiError 400 if it has none, or an empty one."""
     prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
     if not prompts or not all(prompts):
         raise ApiError(400, "prompt is empty: expected some text or token ids", param="prompt")

@@ -108,7 +108,7 @@ class _Blocks:
         return [*events, named_event(dict(type="content_block_delta", index=self._number, delta=delta))]
 
     def ended(self) -> list[bytes]:
-        """Returns the event that ends the present block; none if there is none."""
+        """Returns the event that ends the present block; none if no block is open."""
         ends = [] if self._kind is None else [named_event(dict(type="content_block_stop", index=self._number))]
         self._kind = None
         return ends
@@ -119,7 +119,7 @@ def _block(kind: str, text: str) -> dict[str, str]:
 
 
 def _chat(fields: MessagesRequest) -> SimpleNamespace:
-    """Returns the chat of a body; ApiError 400 for what is not built."""
+    """Returns the chat of a body; ApiError 400 for tools and other fields that are not built."""
     parameters.refuse_not_built(fields)
     if fields.tools and (fields.tool_choice or {}).get("type") != "none":
         message = "tools are not supported yet: leave them out, or give tool_choice {'type': 'none'}"

@@ -99,7 +99,7 @@ class Metrics:
         self._ended["abort"].inc(count)
 
     def rejected(self) -> None:
-        """Counts a request that found the queue full."""
+        """Counts a request that came to a full queue."""
         self._counters["admission_rejections"].inc()
 
     def text(self, load: Load) -> bytes:

@@ -132,7 +132,7 @@ class Service:
             answers.cancel()
 
     def close(self, answers: Answers) -> None:
-        """Forgets a request that is over, and cancels what is left of it."""
+        """Forgets a request that is over, and cancels the rest of it."""
         answers.cancel()
         self._open.discard(answers)
 
