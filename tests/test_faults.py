@@ -27,6 +27,13 @@ IMPORTED = [
 PLAIN = ["--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:anyio", "--hypothesis-profile=planted"]
 # Module, text that occurs once, the fault in its place, the test that is to notice.
 FAULTS = (
+    ("engine/prompt_logprobs.py", "tokens[first + 1 : first + 1 + BLOCK]", "tokens[first : first + BLOCK][1:]", "api/test_prompt_logprobs.py::test_they_are_those_of_exact_attention[full]"),
+    ("engine/serving/prefix_cache.py", "if ticket.request.prompt_logprobs is not None", "if False", "api/test_prompt_logprobs.py::test_a_stored_prefix_is_not_used_and_nothing_is_stored"),
+    ("serving/answers.py", "number * self._n + piece.sample", "number + piece.sample", "serving/test_completions.py::test_drawn_answers_of_several_prompts_are_in_order"),
+    ("serving/guard.py", "request.scope[\"path\"] not in OPEN and", "False and", "serving/test_lifecycle.py::test_a_key_is_asked_for_everywhere_but_on_two_routes"),
+    ("serving/parameters.py", "hashlib.sha256(key.encode()).hexdigest()", "''", "serving/test_lifecycle.py::test_callers_with_other_keys_share_no_cache"),
+    ("serving/service.py", "self.open_answers + count > most", "count > most", "serving/test_errors.py::test_a_full_queue_is_told_when_to_come_again"),
+    ("serving/streaming.py", "        answers.cancel()\n\n    watcher", "        pass\n\n    watcher", "serving/test_errors.py::test_a_client_that_leaves_ends_its_request[False]"),
     ("api/choice.py", "(ON_DEVICE, IN_PAGES, paged.us - full.us)", "(IN_PAGES, ON_DEVICE, paged.us - full.us)", "api/test_choice.py::test_the_faster_cache_of_a_measured_pair_is_chosen"),
     ("api/choice.py", "device += device // sizes", "device += 0 * sizes", "api/test_choice.py::test_a_cache_that_does_not_fit_the_device_is_not_chosen"),
     ("api/choice.py", "lengths[fitting - 1] if fitting", "lengths[fitting] if fitting", "api/test_choice.py::test_a_session_begins_on_the_device_and_has_a_second_cache"),

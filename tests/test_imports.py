@@ -19,7 +19,7 @@ LEVELS = (
     ("text",),
     ("engine",),
     ("api",),
-    ("session", "evaluation"),
+    ("session", "evaluation", "serving"),
     ("commands",),
     ("generate", "doctor", "__init__", "__main__"),
 )

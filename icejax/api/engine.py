@@ -22,6 +22,7 @@ from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import integer, is_unicode, number
 from icejax.engine.request import Prompt, Request, answer_options, requests
 from icejax.engine.serving.core import Core, CoreSizes
+from icejax.engine.serving.scheduler import Load
 from icejax.engine.serving.thread import EngineThread, Handle
 from icejax.files.atomic_folder import as_path
 from icejax.models.decoder import CausalLM
@@ -143,6 +144,16 @@ class Engine:
         handle = self._thread.submit([dataclasses.replace(job, salt=cache_salt) for job in jobs])
         handle.engine = self
         return handle
+
+    @property
+    def load(self) -> Load:
+        """How many requests run and wait, and how much of the cache they have."""
+        return self._thread.load
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that ended the engine; None: it has not failed."""
+        return self._thread.failure
 
     def close(self) -> None:
         """Ends the thread after the present piece of work; requests that are not over raise RuntimeError for their readers."""

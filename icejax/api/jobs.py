@@ -46,7 +46,7 @@ def jobs_of(
             )
         seed, index = (answer.seed, request.index) if request.seed is None else (request.seed, 0)
         fields = dict(tokens=tokens, options=options, limit=limit, started=started, index=i, number=request.index + 1)
-        fields |= dict(forced=forced)
+        fields |= dict(forced=forced, prompt_logprobs=request.prompt_logprobs)
         for sample in range(n):
             draw = seed, (index + sample * SAMPLE_STEP) % 2**32
             jobs.append(Job(draw=draw, sample=sample, samples=n, salt=str(i), **fields))  # a text depends on its prompt alone

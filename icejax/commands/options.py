@@ -67,14 +67,14 @@ def parser(name: str) -> Parser:
     prompts.add_argument("--system", metavar="TEXT", help="system message, with --chat")
     prompts.add_argument("--session", type=Path, metavar="DIR", help="put the prompts to the session kept there, or a new one")
     prompts.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts run together (default: %(default)s)")
-    _add_model(parser)
+    add_model(parser)
     _add_answer(parser)
-    _add_cache(parser)
+    add_cache(parser)
     shown = parser.add_argument_group("what is shown")
     shown.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     shown.add_argument("--no-stream", action="store_true", help="print an answer when it is whole")
     shown.add_argument("--logprobs", type=int, metavar="N", help="with --json: of each token and of the N most likely ones")
-    _add_quiet(shown)
+    add_quiet(shown)
     shown.add_argument("--verbose", action="store_true", help="how each layer caches, padding, backends, time of compiling")
     shown.add_argument("--explain", type=Path, metavar="FILE.png", help="draw what each layer looked at; also as JSON")
     return parser
@@ -85,10 +85,10 @@ def chat_parser(name: str) -> Parser:
     parser = Parser(prog=name, description="Talk with a model whose tokenizer has a chat template.")
     parser.add_argument("--system", metavar="TEXT", help="the message that the conversation begins with")
     parser.add_argument("--session", type=Path, metavar="DIR", help="go on with the conversation kept there, or begin it")
-    _add_quiet(parser)
-    _add_model(parser)
+    add_quiet(parser)
+    add_model(parser)
     _add_answer(parser)
-    _add_cache(parser)
+    add_cache(parser)
     return parser
 
 
@@ -114,9 +114,9 @@ def evaluate_parser(name: str) -> Parser:
     tasks.add_argument("--batch-size", type=int, default=4, metavar="N", help="rows that run together (default: %(default)s)")
     output_help = "where scores, samples, answers and the report are written; a run there goes on (default: evaluation)"
     tasks.add_argument("-o", "--output", type=Path, default=Path("evaluation"), metavar="DIR", help=output_help)
-    _add_quiet(parser)
-    _add_model(parser)
-    _add_cache(parser)
+    add_quiet(parser)
+    add_model(parser)
+    add_cache(parser)
     return parser
 
 
@@ -131,14 +131,15 @@ def bench_parser(name: str) -> Parser:
     repetitions = "of each test, besides one that is not timed (default: %(default)s)"
     tests.add_argument("-r", "--repetitions", type=int, default=5, metavar="N", help=repetitions)
     tests.add_argument("--json", action="store_true", help="print one JSON object per test")
-    _add_quiet(tests)
+    add_quiet(tests)
     _add_weights(parser)
-    _add_cache(parser, has_context=False)
+    add_cache(parser, has_context=False)
     parser.set_defaults(chat_template=None)
     return parser
 
 
-def _add_quiet(group: argparse._ActionsContainer) -> None:
+def add_quiet(group: argparse._ActionsContainer) -> None:
+    """Adds the option that silences progress and costs."""
     group.add_argument("--quiet", action="store_true", help="show neither progress nor a table of the cost")
 
 
@@ -155,7 +156,8 @@ def _add_weights(parser: Parser) -> argparse._ArgumentGroup:
     return group
 
 
-def _add_model(parser: Parser) -> None:
+def add_model(parser: Parser) -> None:
+    """Adds the options of a model and its chat template."""
     group = _add_weights(parser)
     group.add_argument("--chat-template", type=Path, metavar="FILE", help="chat template (Jinja) in the tokenizer's place")
     template_arg_help = "variable of the chat template; repeatable, such as enable_thinking=false"
@@ -188,7 +190,8 @@ def _add_answer(parser: Parser) -> None:
     group.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
 
 
-def _add_cache(parser: Parser, *, has_context: bool = True) -> None:
+def add_cache(parser: Parser, *, has_context: bool = True) -> None:
+    """Adds the options of a cache."""
     group = parser.add_argument_group("cache")
     cache_help = (
         f"{AUTO}: full where it fits the device and is no slower, else {DEFAULT_CACHE}, which options of a cache mean too"

@@ -80,9 +80,11 @@ class Request:
         index: number of the prompt in its run, from 0, folded into the call's seed; None: its place in the call.
         forced_tokens: token ids that are the answer, in place of the model's choices (teacher forcing). They alone end it, and
             `logprobs` gives the log-probability of each. None: the model answers.
+        prompt_logprobs: number of most likely tokens to report with the log-probability of each prompt token but the first, at
+            most 1,000, from exact attention. Such a prompt uses no cached prefix. None: none are reported.
 
     Raises:
-        InputError: the index, a forced token or a flag is out of range, or `sampling` is no `Sampling`.
+        InputError: a number, a forced token or a flag is out of range, or `sampling` is no `Sampling`.
     """
 
     prompt: Prompt
@@ -95,8 +97,11 @@ class Request:
     logprobs: int | None = None
     index: int | None = None
     forced_tokens: Sequence[int] | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        if self.prompt_logprobs is not None:
+            integer("prompt_logprobs", self.prompt_logprobs, least=0, most=MOST_LOGPROBS)
         checked_sampling(self.sampling)
         if self.index is not None:
             integer("index", self.index, least=0, most=2**32 - 1)

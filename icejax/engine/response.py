@@ -66,6 +66,7 @@ class GenerationResponse:
         reasoning: the new text of the model's thoughts (`<think>`, harmony's analysis), which `text` leaves out; None if there
             are none. It can be read as `reasoning_content` too.
         logprobs: one entry per token in `token_ids`; None unless requested.
+        prompt_logprobs: one entry per prompt token but the first, in an answer's first piece; None unless requested.
         prompt_tokens, new_tokens: number of prompt tokens, and of answer tokens so far.
         cached_tokens: number of prompt tokens that were in a cache before the call, of a session or of the prefix store.
         finish_reason: `stop` (an eos token or a stop string), `length`, or None while the row goes on.
@@ -96,6 +97,7 @@ class GenerationResponse:
     reasoning: str | None
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None
     prompt_tokens: int
     cached_tokens: int
     new_tokens: int
@@ -137,5 +139,6 @@ def join(pieces: Sequence[GenerationResponse]) -> GenerationResponse:
         text="".join(p.text for p in pieces),
         reasoning="".join(thoughts) if thoughts else None,
         token_ids=tuple(token for p in pieces for token in p.token_ids),
+        prompt_logprobs=pieces[0].prompt_logprobs,
         logprobs=None if pieces[-1].logprobs is None else tuple(token for p in pieces for token in p.logprobs),
     )

@@ -151,6 +151,29 @@ def test_an_answer_may_be_read_again_and_by_several_threads(engine):
     assert handle.result().text == handle.result().text == "a0 a1 a2 "
 
 
+def test_a_listener_gets_every_piece_from_the_first_on(engine):
+    thread, core = engine
+    core.gate.clear()
+    early, cancelled, heard = thread.submit(job("a")), thread.submit(job("b")), {"early": [], "late": [], "cancelled": []}
+    early.listen(heard["early"].append)
+    cancelled.listen(heard["cancelled"].append)
+    cancelled.cancel()
+    core.gate.set()
+    assert early.result().text == text_of("a")
+    early.listen(heard["late"].append)
+    wait_until(lambda: heard["cancelled"][-1:] == [None] and len(heard["early"]) == 3)
+    assert heard["late"] == heard["early"] == [*early] and thread.failure is None
+    wait_until(lambda: thread.load.running == thread.load.waiting == 0)
+
+
+def test_a_listener_hears_of_a_failure(engine):
+    thread, core = engine
+    heard, core.fails = [], ValueError("no memory")
+    thread.submit(job("a")).listen(heard.append)
+    wait_until(lambda: heard)
+    assert isinstance(heard[0], RuntimeError) and thread.failure is core.fails and thread.load.works == 0
+
+
 def test_a_thousand_cancels_leave_places_and_extents_free(engine):
     thread, core = engine
     counts = {"whole": 0, "cut": 0, "nothing": 0}

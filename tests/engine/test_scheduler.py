@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from icejax.cache.pool.extents import SCRATCH_EXTENT, Extents
 from icejax.checks.errors import InputError
-from icejax.engine.serving.scheduler import Scheduler, Ticket, Work
+from icejax.engine.serving.scheduler import Load, Scheduler, Ticket, Work
 
 SECONDS = st.sampled_from((0.01, 0.05, 0.15, 1.0))
 EXTENTS = 6  # of a row
@@ -260,3 +260,22 @@ def test_refusals_leave_nothing_behind():
     assert len(scheduler.waiting) == 2 and extents.free == 4
     drain(scheduler, units=1, steps=1)
     assert not scheduler.busy and extents.free == 4
+
+
+def test_its_load_counts_rows_and_their_extents():
+    scheduler = Scheduler(2, Extents(5))  # one is nobody's
+    for extents in (1, 2, 1):
+        scheduler.submit(ticket(extents))
+    assert scheduler.load() == Load(waiting=3)
+    scheduler.next()
+    assert scheduler.load() == Load(running=1, waiting=2, used=0.25)
+    scheduler.ran(Work.PREFILL, 0.1)
+    first = scheduler.prefilled()
+    scheduler.next()
+    assert scheduler.load() == Load(running=2, waiting=1, used=0.75, works=1)
+    scheduler.release(first)
+    assert scheduler.load() == Load(running=1, waiting=1, used=0.5, works=1)
+    without_pool = Scheduler(4, None)
+    without_pool.submit(ticket())
+    without_pool.next()
+    assert without_pool.load() == Load(running=1, used=0.25)

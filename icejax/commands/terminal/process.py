@@ -33,6 +33,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u20
 
 LOG = logging.getLogger("icejax")
 _instead: list[Callable[[], None]] = []  # what an interrupt does instead of ending the command
+_drains: list[Callable[[], None]] = []  # what the first signal does in a server
 _wakeup: list[socket.socket] = []
 _answers: list[_Answer] = []  # the answer that is being written
 _terminal: list[Any] = []  # settings of the terminal of stdin when the command began
@@ -169,6 +170,16 @@ def instead_of_ending(action: Callable[[], None]) -> Iterator[None]:
         _instead.remove(action)
 
 
+@contextlib.contextmanager
+def draining(action: Callable[[], None]) -> Iterator[None]:
+    """Makes the first Ctrl-C or SIGTERM call `action` in another thread while the block runs; a second one ends the command."""
+    _drains.append(action)
+    try:
+        yield
+    finally:
+        _drains.remove(action)
+
+
 def _own_signals() -> None:
     """Starts the thread that handles Ctrl-C and SIGTERM."""
     _wakeup.extend(socket.socketpair())
@@ -190,12 +201,14 @@ def listen() -> None:
 
 def _pause(*_: object) -> None:
     """Holds the main thread while the other thread cleans up and ends the process."""
-    while not _instead:
+    while not (_instead or _drains):
         time.sleep(1)
 
 
 def _terminate(*_: object) -> None:
     """Tells the other thread of SIGTERM, which a prompt's own handling of signals hides from it, and holds the main thread."""
+    if _drains:  # a server has no prompt, and goes on
+        return
     _wakeup[1].send(bytes([signal.SIGTERM]))
     while True:
         time.sleep(1)
@@ -203,9 +216,13 @@ def _terminate(*_: object) -> None:
 
 def _watch() -> None:
     """Waits for signals. Ctrl-C calls the last action of `instead_of_ending`, if any; otherwise the process ends."""
+    drained = False
     while True:
         signals = _wakeup[0].recv(64)
-        if signal.SIGTERM in signals:
+        if _drains and not drained:
+            drained = True
+            _drains[-1]()
+        elif signal.SIGTERM in signals:
             _end(signal.SIGTERM)
         elif signal.SIGINT in signals and _instead:
             _instead[-1]()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -26,21 +25,27 @@ def token_logprobs(
         counts: number of most likely tokens by row.
         most: the largest number that any row of the run asks for; the program is compiled for it.
     """
-    top_logprobs = _top_logprobs(logits, tokens, count=min(most, logits.shape[-1]))
-    tokens, chosen, best, ids = (np.asarray(x) for x in (tokens, *top_logprobs))
+    arrays = _top_logprobs(logits, tokens, count=min(most, logits.shape[-1]))
+    tokens, chosen, best, ids = (np.asarray(x) for x in (tokens, *arrays))
+    return {i: named(tokenizer, tokens[i], chosen[i], zip(ids[i, :n], best[i, :n], strict=True)) for i, n in counts.items()}
 
-    def named(token: int, logprob: float) -> Logprob:
+
+def named(tokenizer: Any, token: int, logprob: float, top: Iterable[tuple[int, float]]) -> TokenLogprobs:
+    """Returns the log-probability of a token, and those of the most likely ones, with the texts of the tokens."""
+
+    def one(token: int, logprob: float) -> Logprob:
         text, text_bytes = token_text(tokenizer, int(token))
         return Logprob(int(token), text, float(logprob), tuple(text_bytes))
 
-    return {
-        i: TokenLogprobs(named(tokens[i], chosen[i]), tuple(named(*pair) for pair in zip(ids[i, :n], best[i, :n], strict=True)))
-        for i, n in counts.items()
-    }
+    return TokenLogprobs(one(token, logprob), tuple(one(*pair) for pair in top))
 
 
-@functools.partial(jax.jit, static_argnames="count")
-def _top_logprobs(logits: jax.Array, tokens: jax.Array, *, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+_top_logprobs = jax.jit(lambda logits, tokens, *, count: top_logprobs(logits, tokens, count=count), static_argnames="count")
+
+
+def top_logprobs(
+    logits: Float[Array, "B V"], tokens: Int[Array, " B"], *, count: int
+) -> tuple[Float[Array, " B"], Float[Array, "B n"], Int[Array, "B n"]]:
     """Returns f32[B] of `tokens`, and the `count` largest f32[B, count] with their token ids i32[B, count]."""
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     chosen = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]

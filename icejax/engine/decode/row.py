@@ -31,6 +31,7 @@ class Row:
         fed: number of tokens that ran before the first answer token: the prompt, or a session's newest text.
         logprobs: number of most likely tokens to report with each token; None: no log-probabilities.
         forced: tokens of the answer in place of the model's choices; empty: the model answers.
+        prompt_logprobs: those of the prompt's tokens, which the first response has; None: there are none.
         finish_reason: `stop`, `length`, or None while the row goes on.
     """
 
@@ -60,6 +61,7 @@ class Row:
         self.fed = len(prompt) if fed is None else fed
         self.tokens: list[int] = []
         self.forced = forced
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self.totals = NOTHING
         self.finish_reason: str | None = None
         self._text, self._splitter = Detokenizer(tokenizer, stop, before=self.prompt), splitter(tokenizer, self.prompt)
@@ -126,6 +128,7 @@ class Row:
             reasoning=parts.reasoning,
             token_ids=(self.tokens[-1],),
             logprobs=None if logprobs is None else (logprobs,),
+            prompt_logprobs=self.prompt_logprobs if count == 1 else None,
             prompt_tokens=len(self.prompt),
             cached_tokens=len(self.prompt) - self.fed,
             new_tokens=count,

@@ -62,6 +62,7 @@ class Job:
         sample: number of the answer among the answers to the prompt, from 0.
         samples: number of answers to the prompt.
         forced: tokens of the answer in place of the model's choices; empty: the model answers.
+        prompt_logprobs: as in `Request`.
     """
 
     tokens: np.ndarray
@@ -75,6 +76,7 @@ class Job:
     sample: int = 0
     samples: int = 1
     forced: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
 
     def row(self, tokenizer: Any, eos: tuple[int, ...]) -> Row:
         """Returns the record of the row that answers the prompt, whose prefill begins now."""
@@ -246,19 +248,20 @@ class Core:
             row.fed -= start.cached
             if self._prefix_cache is not None:
                 self._prefix_cache.prefixes.hits += start.cached
+            row.prompt_logprobs = start.prompt_logprobs
             self._put(self.scheduler.prefilled(), row, *start.result())
 
     def _started(self, ticket: Ticket) -> tuple[Row, RowStart]:
         """Returns the record and the start of a row whose ticket has just got its place."""
         job, row_salt = ticket.request, None
         route = ticket.route or Route(None, (len(job.tokens),))
-        if self._prefix_cache is not None:
+        if self._prefix_cache is not None and job.prompt_logprobs is None:
             self._prefix_cache.prefixes.see(chain(job.tokens, job.salt))
             if len(job.tokens) >= BLOCK or job.samples > 1:
                 row_salt = job.salt
         row = job.row(self._tokenizer, self.plan.eos_token_ids)
         options = dict(sampling=job.options.sampling, draw=job.draw, in_units=self._in_units, progress=self._tell_layer)
-        options |= dict(prefixes=self._prefix_cache, salt=row_salt)
+        options |= dict(prefixes=self._prefix_cache, salt=row_salt, logprobs=job.prompt_logprobs, tokenizer=self._tokenizer)
         return row, RowStart(self._model, self._row_plan, row.prompt, route, ticket.table, **options)
 
     def _put(self, ticket: Ticket, row: Row, state: DecodeState, step: Step) -> None:

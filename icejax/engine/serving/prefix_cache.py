@@ -64,6 +64,10 @@ class PrefixCache:
 
     def prepare(self, ticket: Ticket) -> None:
         """Sets a ticket's route and the extents that it needs, and forgets entries until so many extents are free."""
+        whole = Route(None, (len(ticket.request.tokens),))
+        if ticket.request.prompt_logprobs is not None:
+            self._set(ticket, whole)
+            return
         tokens, hashes = ticket.request.tokens, chain(ticket.request.tokens, ticket.request.salt)
         entry, shared = self.prefixes.find(tokens, hashes)
         stored = None if self.folder is None else self.folder.find(tokens, hashes)
@@ -72,7 +76,7 @@ class PrefixCache:
         held = 0 if entry is None else entry.length
         is_cut = held + BLOCK <= shared < len(tokens) and not self._evicts
         cuts = (shared, len(tokens)) if is_cut else (len(tokens),)
-        whole, route = Route(None, (len(tokens),)), Route(entry, () if held == len(tokens) else cuts)
+        route = Route(entry, () if held == len(tokens) else cuts)
         if self._pages(route) > self._plan.prompt_pages:  # each text behind another wastes a part of a page
             route = whole
         self._set(ticket, route)

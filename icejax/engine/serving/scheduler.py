@@ -57,6 +57,23 @@ class Ticket:
     table: np.ndarray | None = field(default=None, repr=False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """How busy an engine is.
+
+    Attributes:
+        running: requests that are prefilled or decode; each of several answers to a prompt counts.
+        waiting: requests without a place.
+        used: share of the extents that running requests have; without a pool, of the places.
+        works: pieces of work since the start.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    used: float = 0.0
+    works: int = 0
+
+
 class Scheduler:
     """The queue of a batch.
 
@@ -92,7 +109,7 @@ class Scheduler:
         self._capacity = 0 if extents is None else extents.free
         # share x seconds of steps - (1 - share) x seconds of units that delayed rows; below 0 the next unit waits for steps.
         self._credit, self._delays_rows = 0.0, False
-        self._newest = Work.NOTHING
+        self._newest, self._works, self._places = Work.NOTHING, 0, places
 
     @property
     def busy(self) -> bool:
@@ -129,12 +146,22 @@ class Scheduler:
     def ran(self, work: Work, seconds: float) -> None:
         """Counts the time that a piece of work took, which `next` returned."""
         self._newest = work
+        self._works += 1
         if work is Work.DECODE:
             self._credit += self._share * seconds
             if self.prefilling is None:  # steps without a prompt to prefill pay for past units, not for later ones
                 self._credit = min(self._credit, 0.0)
         elif self._delays_rows:
             self._credit -= (1 - self._share) * seconds
+
+    def load(self) -> Load:
+        """Returns how busy the batch is; another thread may call it between any two operations of the engine's."""
+        prefilling = self.prefilling
+        running = [*self.decoding.values(), *([] if prefilling is None else [prefilling])]  # one copy: the dict may change
+        used = len(running) / self._places
+        if self.extents is not None:
+            used = sum(int(ticket.wanted.sum()) for ticket in running) / self._capacity
+        return Load(running=len(running), waiting=len(self.waiting), used=used, works=self._works)
 
     def prefilled(self) -> Ticket:
         """Moves the prefilled ticket to those that decode, and returns it."""

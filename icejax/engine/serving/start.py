@@ -25,6 +25,7 @@ from icejax.engine.first_token import choose_from
 from icejax.engine.penalties import row_options
 from icejax.engine.plan import Plan
 from icejax.engine.prefill import prefill
+from icejax.engine.prompt_logprobs import prompt_logprobs
 from icejax.engine.sampling import Sampling, row_keys
 from icejax.engine.serving.cropped import Cropped, whole
 from icejax.engine.serving.prefix_cache import PrefixCache
@@ -45,6 +46,7 @@ class RowStart:
     Attributes:
         done: whether `result` is there.
         cached: number of tokens that came from the prefix store.
+        prompt_logprobs: one entry per prompt token but the first; None unless requested.
     """
 
     def __init__(
@@ -61,6 +63,8 @@ class RowStart:
         prefixes: PrefixCache | None = None,
         salt: str | None = None,
         progress: Callable[[int], None] | None = None,
+        logprobs: int | None = None,
+        tokenizer: Any = None,
     ) -> None:
         """Prepares the row; nothing runs yet.
 
@@ -72,10 +76,13 @@ class RowStart:
             prefixes: the prefix store.
             salt: salt of the entries that the row leaves in the store; None: it leaves none.
             progress: called with the number of layers done, where the prefill is one piece.
+            logprobs: most likely tokens to report with each prompt token, which uses no cached prefix; None: none.
+            tokenizer: names these tokens.
         """
         self._model, self._plan, self._tokens, self._route, self._table = model, plan, tokens, route, table
         self._sampling, self._draw, self._in_units = sampling, draw, in_units
         self._prefixes, self._salt, self._progress, self.cached = prefixes, salt, progress, 0
+        self._logprobs, self._tokenizer, self.prompt_logprobs = logprobs, tokenizer, None
         self._pool: Pool | None = None
         self._result: tuple[DecodeState, Step] | None = None
         self._pieces = self._run()
@@ -129,13 +136,16 @@ class RowStart:
                     state, step, self._pool = extend(self._model, tokens, self._plan, state, self._pool)
                     step.logits.block_until_ready()  # what still runs would delay the next step
                     state = self._with_options(state, stop) if stop < cut else state
-            elif self._in_units:
+            elif self._in_units or self._logprobs is not None:
                 table = None if self._table is None else self._table[None]
                 options = dict(sampling=self._sampling, draw=self._draw)
                 job = PrefillJob(self._model, self._tokens[:cut], self._plan, table, **options)
                 while not job.done:
                     yield
                     self._pool = job.advance(self._pool)
+                if self._logprobs is not None:
+                    scored = prompt_logprobs(self._model, job.hidden, self._tokens, self._logprobs, tokenizer=self._tokenizer)
+                    self.prompt_logprobs = tuple((yield from scored))
                 state, step = job.result()
             else:
                 yield

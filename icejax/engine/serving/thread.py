@@ -19,10 +19,11 @@ from icejax.checks.errors import InputError
 from icejax.engine.decode.loop import Outcome
 from icejax.engine.response import GenerationResponse, joined
 from icejax.engine.serving.core import Core, Job
-from icejax.engine.serving.scheduler import Ticket, too_many_wait
+from icejax.engine.serving.scheduler import Load, Scheduler, Ticket, too_many_wait
 
 LOG = logging.getLogger(__name__)
 CLOSED = "the engine is closed: start another one"
+Piece = Outcome | RuntimeError | None  # what a handle's reader gets; None: the request was cancelled
 
 
 class Handle:
@@ -37,7 +38,8 @@ class Handle:
     engine: Any = None
 
     def __init__(self, cancel: Callable[[Handle], None], answers: int) -> None:
-        self._pieces: list[Outcome | RuntimeError | None] = []
+        self._pieces: list[Piece] = []
+        self._listener: Callable[[Piece], None] | None = None
         self._grown, self._cancel, self._answers = threading.Condition(), cancel, answers
 
     def __iter__(self) -> Iterator[GenerationResponse]:
@@ -57,7 +59,7 @@ class Handle:
             answers_left -= piece.finish_reason is not None
             yield piece
 
-    def _piece(self, number: int) -> Outcome | RuntimeError | None:
+    def _piece(self, number: int) -> Piece:
         """Waits for a piece, and returns it."""
         with self._grown:
             self._grown.wait_for(lambda: len(self._pieces) > number)
@@ -82,11 +84,24 @@ class Handle:
         """Ends the request wherever it is: in the queue, in prefill or between tokens. A request that is over stays so."""
         self._cancel(self)
 
-    def put(self, piece: Outcome | RuntimeError | None) -> None:
+    def listen(self, listener: Callable[[Piece], None]) -> None:
+        """Calls `listener` with every piece, from the first on: now with those that are there, then in the engine's thread.
+
+        A piece may also be the error that ends the request, or None, the end of a cancelled one. The listener must return at
+        once and raise nothing: all requests wait for it. A handle has one listener.
+        """
+        with self._grown:
+            for piece in self._pieces:
+                listener(piece)
+            self._listener = listener
+
+    def put(self, piece: Piece) -> None:
         """Takes the next piece, an error, or None for the end of a cancelled request; the engine's thread calls it."""
         with self._grown:
             self._pieces.append(piece)
             self._grown.notify_all()
+            if self._listener is not None:
+                self._listener(piece)
 
 
 class EngineThread:
@@ -105,6 +120,7 @@ class EngineThread:
         self._tickets: dict[Handle, list[Ticket]] = {}  # that are not over
         self._closes = False
         self._failure: BaseException | None = None
+        self._scheduler: Scheduler | None = None  # of the core, while it works
         self._started: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(make_core,), name="icejax-engine", daemon=True)
         self._thread.start()
@@ -129,6 +145,17 @@ class EngineThread:
             self._new.append((handle, jobs))
             self._changed.notify()
         return handle
+
+    @property
+    def load(self) -> Load:
+        """How busy the core is; any thread may ask."""
+        scheduler = self._scheduler
+        return Load() if scheduler is None else scheduler.load()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that ended the thread; None: it has not failed."""
+        return self._failure
 
     def close(self) -> None:
         """Ends the thread after the present piece of work; requests that are not over fail."""
@@ -157,6 +184,7 @@ class EngineThread:
         except BaseException as error:
             self._started.put(error)
             return
+        self._scheduler = core.scheduler
         self._started.put(None)
         try:
             self._drive(core)
@@ -165,6 +193,7 @@ class EngineThread:
             failure = error
             traceback.clear_frames(error.__traceback__)  # they hold the core's arrays
         core.close()
+        self._scheduler = None
         del core
         with self._changed:
             self._closes, self._failure = True, failure

@@ -83,6 +83,11 @@ class PrefillJob:
         jax.block_until_ready((results, self._x, pool))  # what still runs would delay the next step
         return pool
 
+    @property
+    def hidden(self) -> Float[Array, "1 T D"]:
+        """The last layer's output over the padded prompt; there after the last unit."""
+        return self._x
+
     def result(self) -> tuple[DecodeState, Step]:
         """Returns the state to decode from and the first step, as `prefill` does; called after the last unit."""
         options = dict(sampling=(self._sampling,), draws=[self._draw])

@@ -1,0 +1,48 @@
+"""Log-probabilities of a prompt's own tokens, from the last layer's output over it. `serving.start` calls it after a prefill.
+
+The head runs over blocks of tokens, so that the logits of a whole prompt are never made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from icejax.engine.decode.logprobs import named, top_logprobs
+from icejax.engine.response import TokenLogprobs
+from icejax.models.decoder import CausalLM, Ends
+
+BLOCK = 128  # tokens; divides every padded length
+
+
+def prompt_logprobs(
+    model: CausalLM, x: Float[Array, "1 T D"], tokens: Sequence[int], count: int, *, tokenizer: Any
+) -> Generator[None, None, list[TokenLogprobs]]:
+    """Runs block by block, with a `yield` before each; returns an entry per token but the first.
+
+    An entry is the token's log-probability behind the tokens before it, and the `count` most likely tokens there.
+
+    Args:
+        x: the last layer's output over the padded prompt.
+        tokens: the prompt, at most T tokens.
+    """
+    entries, count = list[TokenLogprobs](), min(count, model.config.vocab_size)
+    for first in range(0, len(tokens) - 1, BLOCK):
+        yield
+        following = np.asarray(tokens[first + 1 : first + 1 + BLOCK], np.int32)
+        padded = np.pad(following, (0, BLOCK - len(following)))
+        chosen, best, ids = map(np.asarray, _of_block(model.ends, x, padded, np.int32(first), count=count))
+        rows = zip(following, chosen, ids, best, strict=False)
+        entries += [named(tokenizer, token, value, zip(*top, strict=True)) for token, value, *top in rows]
+    return entries
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def _of_block(ends: Ends, x: jax.Array, tokens: jax.Array, first: jax.Array, *, count: int):
+    logits = ends.logits(jax.lax.dynamic_slice_in_dim(x, first, BLOCK, axis=1))[0]
+    return top_logprobs(logits, tokens, count=count)

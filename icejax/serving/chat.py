@@ -1,0 +1,138 @@
+"""`/v1/chat/completions`: a chat in the model's template, and the model's answer. https://platform.openai.com/docs/api-reference/chat
+
+A last message of the assistant is continued. The model's thoughts are `reasoning` and, by another name that clients know,
+`reasoning_content`; the content leaves them out.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from icejax.api.prompts import chat
+from icejax.engine.response import GenerationResponse, Logprob, TokenLogprobs
+from icejax.serving import parameters
+from icejax.serving.errors import ApiError
+from icejax.serving.guard import owner_of, read_body
+from icejax.serving.identity import new_id
+from icejax.serving.parameters import checked
+from icejax.serving.schemas import ChatRequest, parsed
+from icejax.serving.service import Service
+from icejax.serving.streaming import EventStream, event, whole_response
+from icejax.text.chat_messages import KEYS, Message
+from icejax.text.chat_text import ChatText
+
+ROLES = {"developer": "system"}  # OpenAI's newer name
+NO_LIMIT = 2**31 - 1
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answers a chat."""
+    service: Service = request.app.state.service
+    service.check_ready()
+    fields = parsed(ChatRequest, await read_body(request))
+    name, n = service.check_model(fields.model), fields.n or 1
+    _refuse(fields)
+    sampling = parameters.sampling_of(fields, service.sampling, service.model.config.eos_token_ids)
+    asked = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+    options = parameters.answer_options(fields, sampling=sampling, limit=service.limit(fields, asked, default=NO_LIMIT))
+    parse_special = service.parse_special if fields.parse_special is None else fields.parse_special
+    options |= dict(cache_salt=parameters.salt_of(fields, owner_of(request)), parse_special=parse_special)
+    if fields.logprobs:
+        options["logprobs"] = fields.top_logprobs or 0
+    answers = await service.submit(lambda: [(chat_text(service, fields), options)], prompts=1, n=n)
+    about = dict(id=new_id("chatcmpl"), created=int(time.time()), model=name)
+
+    if not fields.stream:
+
+        def body(responses: list[GenerationResponse]) -> dict[str, Any]:
+            choices = [_choice(index, response) for index, response in enumerate(responses)]
+            return about | dict(object="chat.completion", choices=choices, usage=answers.usage.body())
+
+        return await whole_response(request, answers, service, body)
+
+    about |= dict(object="chat.completion.chunk")
+    told = fields.stream_options
+    has_usage, always = bool(told and told.include_usage), bool(told and told.continuous_usage_stats)
+
+    def chunk(choices: list[dict[str, Any]], *, usage: bool = False) -> bytes:
+        value = about | dict(choices=choices)
+        if has_usage or always:
+            value["usage"] = answers.usage.body() if usage or always else None
+        return event(value)
+
+    def delta(index: int, content: dict[str, Any], response: GenerationResponse | None = None) -> dict[str, Any]:
+        reason, logprobs = (None, None) if response is None else (response.finish_reason, _logprobs(response.logprobs))
+        return dict(index=index, delta=content, logprobs=logprobs, finish_reason=reason)
+
+    def of_piece(index: int, piece: GenerationResponse) -> list[bytes]:
+        return [chunk([delta(index, dict(content=piece.text) | _thoughts(piece), piece)])]
+
+    first = [chunk([delta(index, dict(role="assistant", content=""))]) for index in range(n)]
+    last = lambda: [chunk([], usage=True)] if has_usage else []  # noqa: E731
+    return EventStream(answers, service, first=first, of_piece=of_piece, last=last)
+
+
+def chat_text(service: Service, fields: Any) -> ChatText:
+    """Returns the messages of a body in the model's chat template; ApiError 400 if it refuses them."""
+    variables = dict(service.template_arguments) | (fields.chat_template_kwargs or {})
+    effort = getattr(fields, "reasoning_effort", None)
+    if effort is not None and "reasoning_effort" in str(service.tokenizer.chat_template):
+        variables.setdefault("reasoning_effort", effort)
+    messages, tools = [_message(message) for message in fields.messages], getattr(fields, "tools", None)
+    return checked("messages", lambda: chat(service.tokenizer, messages, tools=tools, chat_template_kwargs=variables or None))
+
+
+def _refuse(fields: ChatRequest) -> None:
+    """Raises ApiError 400 for a field that asks for more than is built."""
+    parameters.refuse_not_built(fields)
+    if fields.tools and fields.tool_choice != "none":
+        message = "tools are not supported yet: leave them out, or give tool_choice 'none'"
+        raise ApiError(400, message, param="tools", code="unsupported_parameter")
+    if set(fields.modalities or ["text"]) != {"text"}:
+        raise ApiError(400, "modalities must be ['text']: other answers are not supported", param="modalities")
+    if fields.top_logprobs and not fields.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+
+
+def _message(message: Message) -> Message:
+    """Returns a message with the keys that a template reads; parts of a content lose all but their text."""
+    known = {key: value for key, value in message.items() if key in KEYS}
+    if known.get("reasoning") is not None:
+        known.pop("reasoning_content", None)
+    if isinstance(role := known.get("role"), str):
+        known["role"] = ROLES.get(role, role)
+    if isinstance(content := known.get("content"), list):
+        known["content"] = [_part(part) for part in content]
+    return known
+
+
+def _part(part: Any) -> Any:
+    is_text = isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text")
+    return {"type": "text", "text": part.get("text")} if is_text else part
+
+
+def _choice(index: int, response: GenerationResponse) -> dict[str, Any]:
+    message = dict(role="assistant", content=response.text, refusal=None) | _thoughts(response)
+    return dict(index=index, message=message, logprobs=_logprobs(response.logprobs), finish_reason=response.finish_reason)
+
+
+def _thoughts(response: GenerationResponse) -> dict[str, str]:
+    if response.reasoning is None:
+        return {}
+    return dict(reasoning=response.reasoning, reasoning_content=response.reasoning)
+
+
+def _logprobs(tokens: tuple[TokenLogprobs, ...] | None) -> dict[str, Any] | None:
+    """Returns OpenAI's object of log-probabilities."""
+    if tokens is None:
+        return None
+    content = [_logprob(token.chosen) | dict(top_logprobs=[*map(_logprob, token.top)]) for token in tokens]
+    return dict(content=content, refusal=None)
+
+
+def _logprob(token: Logprob) -> dict[str, Any]:
+    return dict(token=token.text, logprob=token.logprob, bytes=list(token.bytes))

@@ -1,0 +1,121 @@
+"""Responses whose answers are still computed: whole ones, and streams of server-sent events. `completions` and `chat` call it.
+
+An event is `data: {...}` and two line feeds, one for each token. While nothing comes, a comment tells client and proxies that
+the server lives. An error behind the headers is an event too: {"error": ...}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from icejax.engine.response import GenerationResponse
+from icejax.serving.answers import Answers
+from icejax.serving.errors import ApiError, api_error
+from icejax.serving.json_text import json_bytes
+from icejax.serving.service import Service
+
+PATIENCE_S = 5.0  # seconds without an event, after which a comment is sent
+DONE = b"data: [DONE]\n\n"
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would hold events back
+
+
+def event(value: Any) -> bytes:
+    """Returns a server-sent event."""
+    return b"data: " + json_bytes(value) + b"\n\n"
+
+
+def named_event(value: dict[str, Any]) -> bytes:
+    """Returns a server-sent event with the name that is its `type`."""
+    return f"event: {value['type']}\n".encode() + event(value)
+
+
+CUT = ApiError(503, "the answer was cut: the server stops", code="draining")
+
+
+@contextlib.asynccontextmanager
+async def open_while(request_receive: Receive, answers: Answers, service: Service) -> AsyncIterator[None]:
+    """Cancels the answers when the client disconnects while the block runs, and forgets them at its end."""
+
+    async def watch() -> None:
+        while (await request_receive())["type"] != "http.disconnect":
+            pass
+        answers.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        service.close(answers)
+
+
+async def whole_response(
+    request: Request, answers: Answers, service: Service, body: Callable[[list[GenerationResponse]], dict[str, Any]]
+) -> Response:
+    """Returns the response with all answers, of which `body` makes the object; an error if they were cut."""
+    async with open_while(request.receive, answers, service):
+        responses = await answers.whole()
+    if responses is None:
+        raise CUT
+    return json_response(body(responses))
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """Returns a response with a value as JSON."""
+    return Response(json_bytes(value), status, media_type="application/json")
+
+
+class EventStream(Response):
+    """A response that sends events as they come.
+
+    Args:
+        of_piece: the events of the piece of an answer, whose number is given.
+        first: events before the first piece.
+        last: called behind the last piece; events before `done`.
+        failed: the event of an error.
+        done: the end of a stream.
+    """
+
+    def __init__(
+        self,
+        answers: Answers,
+        service: Service,
+        *,
+        of_piece: Callable[[int, GenerationResponse], list[bytes]],
+        first: Sequence[bytes] = (),
+        last: Callable[[], list[bytes]] = list,
+        failed: Callable[[ApiError], bytes] = lambda error: event(error.body()),
+        done: bytes = DONE,
+    ) -> None:
+        self._answers, self._service, self._of_piece = answers, service, of_piece
+        self._first, self._last, self._failed, self._done = first, last, failed, done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {"content-type": "text/event-stream; charset=utf-8"} | HEADERS
+        raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+
+        async def write(data: bytes, *, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        async with open_while(receive, self._answers, self._service):
+            await send({"type": "http.response.start", "status": 200, "headers": raw})
+            try:
+                await write(b"".join(self._first) or b": the request waits\n\n")
+                async for item in self._answers.pieces(patience=PATIENCE_S):
+                    await write(b": the request waits\n\n" if item is None else b"".join(self._of_piece(*item)))
+                if not self._answers.over:
+                    raise CUT
+                await write(b"".join(self._last()) + self._done)
+            except Exception as error:
+                failure = api_error(error)
+                if failure.status >= 500 and failure is not CUT:
+                    self._service.failed_on(error)
+                await write(self._failed(failure))
+            await write(b"", more=False)

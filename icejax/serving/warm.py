@@ -1,0 +1,46 @@
+"""Compiles the programs of an engine before the first request: a prompt of every padded size, and rows of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from icejax.api.engine import Engine
+from icejax.engine.buckets import SHORTEST, bucket
+from icejax.engine.request import Request
+from icejax.engine.sampling import Sampling
+
+SALT = "warm-up"
+DRAWN, PENALISED = Sampling(temperature=1.0), Sampling(temperature=1.0, frequency_penalty=0.1)
+BEHIND = (16, 32, 64, 128, 256, 384, 512)  # tokens of texts behind a cached prefix, which are those of one prompt before
+LOGPROBS = 20  # the most that a chat may ask for
+
+
+def warm_up(engine: Engine, *, tokens: int, tell: Callable[[int, int], None] | None = None) -> None:
+    """Runs prompts of all sizes up to `tokens`, and rows that draw, have penalties and report log-probabilities.
+
+    Args:
+        tell: called with the number of prompts done, and the number in all.
+    """
+    most = min(tokens, engine.context_length - 3)
+    if most < 1:
+        return
+    kinds = [dict(), dict(sampling=DRAWN), dict(sampling=PENALISED), dict(sampling=PENALISED, logprobs=LOGPROBS)]
+    sizes = _sizes(most)
+    prompts = [([0] * size, options) for size in sizes for options in (kinds if size == sizes[0] else [dict()])]
+    prompts += [([0] * SHORTEST + [1] * size, dict()) for size in BEHIND if SHORTEST + size <= most]
+    forced = [0] * min(3, engine.max_new_tokens)  # an end would come before the first step
+    for number, (prompt, options) in enumerate(prompts):
+        if tell is not None:
+            tell(number, len(prompts))
+        engine.submit(Request(prompt=prompt, forced_tokens=forced), cache_salt=SALT, **options).result()
+    if tell is not None:
+        tell(len(prompts), len(prompts))
+
+
+def _sizes(most: int) -> list[int]:
+    """Returns numbers of tokens, one of each padded size, up to `most`."""
+    sizes, size = [min(SHORTEST, most)], SHORTEST
+    while size < most:
+        sizes.append(min(bucket(size + 1), most))
+        size = bucket(size + 1)
+    return sizes
