@@ -27,6 +27,7 @@ def alone(bundled, text: str, **options) -> icejax.GenerationResponse:
     return icejax.generate(*bundled, text, cache=Full(), **options)[0]
 
 
+@pytest.mark.slow
 def test_texts_of_many_threads_have_their_own_answers(engine, bundled):
     def ask(i: int) -> icejax.GenerationResponse:
         return engine.submit(TEXTS[i % 6] + "\n" * (i // 6), max_new_tokens=3 + i).result()

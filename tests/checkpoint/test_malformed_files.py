@@ -176,7 +176,7 @@ def limited_examples(examples: int):
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-@limited_examples(150)
+@limited_examples(50)
 @given(data=st.data())
 def test_any_content_is_read_or_refused_in_one_line(tmp_path, name, data):
     check(name, tmp_path, data.draw(contents(name)))

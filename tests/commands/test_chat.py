@@ -181,6 +181,7 @@ MORE = (
 )
 
 
+@pytest.mark.slow
 def test_a_full_context_is_told_before_and_nothing_is_lost(talk, chatting, tmp_path):
     """The refused message is answered after /undo, and in a larger context behind all that was said."""
     saved, first = tmp_path / "kept", "x" * 572
@@ -404,6 +405,7 @@ def test_a_folder_is_without_a_turn_that_is_taken_back(talk, chatting, tmp_path)
     assert session.token_ids[:-4] == chatting[1](text).input_ids
 
 
+@pytest.mark.slow
 def test_regen_draws_another_answer_to_the_last_message(talk, chatting, tmp_path):
     (tmp_path / "file").write_text("unread")
     drawn = [*OPTIONS, "--temperature", "1.5", "--seed", "3"]

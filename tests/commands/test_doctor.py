@@ -27,6 +27,7 @@ def test_every_backend_is_tested_and_timed(capsys):
     assert report["fetch_backend"] == "gather_flat" and "pinned_host" in report["devices"][0]["memory_kinds"]
 
 
+@pytest.mark.slow
 def test_the_length_where_caches_cross_is_that_of_the_choice(capsys, bundled):
     assert doctor.main(["--model", str(ASSETS)]) == 0
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--cache auto: ")]

@@ -78,6 +78,7 @@ def test_a_command_tells_of_prefill_unless_quiet(capsys, bundled, monkeypatch):
     assert quiet[0] == 0 and quiet[2] == ""
 
 
+@pytest.mark.slow
 def test_the_api_tells_of_loading_compiling_and_prefill():
     calls = []
     model, tokenizer = icejax.load(progress=lambda *call: calls.append(call))

@@ -95,7 +95,8 @@ def assert_alone(model, policy, prompt, logits) -> None:
     np.testing.assert_array_equal(np.argmax(logits, -1), tokens[0])
 
 
-@pytest.mark.parametrize("name", ["quest", *map(slow, ("full", "clustered", "snapkv", "streaming", *SINGLE_TOKENS))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["quest", "full", "clustered", "snapkv", "streaming", *SINGLE_TOKENS])
 def test_a_row_that_joins_at_any_step_goes_on_as_alone(model, name):
     """At every phase of the window's page, over compactions and wraps of sliding layers' rings, whatever other rows do."""
     policy, batch = EXACT[name], Batch(model, EXACT[name], rows=10)
@@ -268,6 +269,7 @@ def test_a_row_that_has_decoded_cannot_join(model):
         insert(batch.state, row, 1, plan=batch.plan)
 
 
+@pytest.mark.slow
 def test_a_row_that_has_become_too_long_is_told(model):
     batch = Batch(model, EXACT["clustered"], rows=1)
     batch.join(families.tokens(230), 0)

@@ -77,6 +77,7 @@ def test_each_row_samples_in_its_own_way_as_it_would_alone(bundled, cache, rows)
     assert together[rows.index(1)].token_ids == icejax.generate(*bundled, PROMPTS[1] * 8, **options)[0].token_ids
 
 
+@pytest.mark.slow
 def test_a_request_without_sampling_has_that_of_the_call(bundled):
     options = dict(cache=Full(), max_new_tokens=12, sampling=SAMPLINGS[0])
     requests = [icejax.Request(prompt=PROMPTS[0], sampling=sampling) for sampling in (None, SAMPLINGS[0], SAMPLINGS[1])]

@@ -394,6 +394,7 @@ print(next(iter(handle)).text)
 """
 
 
+@pytest.mark.slow
 def test_an_interpreter_ends_with_an_engine_left_open():
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     line = [sys.executable, "-c", OPEN_AT_EXIT]

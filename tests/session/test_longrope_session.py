@@ -76,6 +76,7 @@ def test_the_log_says_once_that_keys_are_made_anew(models, caplog):
     assert [r.message for r in caplog.records if "outgrows" in r.message] == [expected]
 
 
+@pytest.mark.slow
 @CACHES
 @pytest.mark.parametrize("turns", [2, 3, 4])
 def test_a_saved_session_goes_on_wherever_it_was_saved(models, tmp_path, cache, turns):

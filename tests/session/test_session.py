@@ -25,9 +25,8 @@ from tests.helpers.layer import assert_digests, stored
 from tests.helpers.letters import Letters
 
 
-@pytest.mark.parametrize(
-    "cache", [pytest.param(Full(), marks=pytest.mark.slow), Clustered(budget=64)], ids=["full", "clustered"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [Full(), Clustered(budget=64)], ids=["full", "clustered"])
 def test_questions_follow_one_another(bundled, cache):
     text, questions = document()
     session = Session(*bundled, cache=cache, context_length=3000)
