@@ -61,7 +61,7 @@ def test_the_command_tells_of_itself(installed, tmp_path):
 
 def test_a_command_that_there_is_not_is_one_line(installed, tmp_path):
     status, out, err = run(installed, tmp_path, "-m", "icejax", "generat")
-    expected = "icejax: error: there is no command 'generat': expected one of generate, chat, evaluate, convert, bench, doctor, sessions"
+    expected = "icejax: error: there is no command 'generat': expected one of generate, chat, serve, evaluate, convert, bench, doctor, sessions"
     assert (status, out, err) == (2, "", f"{expected} (did you mean generate?)\n")
     status, out, err = run(installed, tmp_path, "-m", "icejax", "--version", after=">&-")
     assert (status, out) == (2, "") and err.startswith("icejax: error: stdout is closed: ") and err.count("\n") == 1

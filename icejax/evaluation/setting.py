@@ -12,7 +12,7 @@ from icejax.evaluation.harness import HarnessModel
 TEMPLATE = 64  # tokens that are left for a chat template
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # counts of tokens are cached by setting
 class Setting:
     """The setting of tasks.
 

@@ -53,6 +53,7 @@ def test_a_request_samples_as_it_does_alone(engine, bundled):
     assert answers == [answer.token_ids for answer in icejax.generate(*bundled, requests, cache=Full())]
 
 
+@pytest.mark.slow
 def test_pieces_come_one_by_one_and_a_cancelled_request_ends(engine, bundled):
     handle, pieces = engine.submit("import ", max_new_tokens=40), []
     for piece in handle:

@@ -28,7 +28,9 @@ def check(entries, expected: np.ndarray) -> None:
         assert entry.top[0].token_id == best[0] or row[best[0]] - row[best[1]] < tolerances.LOGITS
 
 
-@pytest.mark.parametrize("cache", [Full(), Clustered(budget=64)], ids=["full", "clustered"])
+@pytest.mark.parametrize(
+    "cache", [Full(), pytest.param(Clustered(budget=64), marks=pytest.mark.slow)], ids=["full", "clustered"]
+)
 def test_they_are_those_of_exact_attention(bundled, expected, cache):
     [response] = icejax.generate(*bundled, ASKED, cache=cache)
     check(response.prompt_logprobs, expected)

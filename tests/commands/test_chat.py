@@ -124,6 +124,7 @@ def test_a_conversation_is_kept_and_gone_on_with(talk, chatting, tmp_path):
     assert err == [f"kept in {saved}", "2 messages, 26 tokens"]
 
 
+@pytest.mark.slow
 def test_a_folder_holds_the_conversation_after_every_answer(talk, chatting, tmp_path, monkeypatch):
     saved, other = tmp_path / "kept", tmp_path / "other"
     session_option = ["--session", str(saved)]

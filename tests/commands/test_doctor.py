@@ -15,6 +15,7 @@ from icejax.runtime.host_reads import choose
 from icejax.runtime.host_reads.backends import BACKENDS
 
 
+@pytest.mark.slow
 def test_every_backend_is_tested_and_timed(capsys):
     assert doctor.main(["--json"]) == 0
     report = json.loads(capsys.readouterr().out)

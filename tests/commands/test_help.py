@@ -64,6 +64,7 @@ def test_first_layers_and_windows_are_told_apart():
     assert plan._by_layer(policies) == "0-1 full, 2 clustered, 3 ring, 4-5 clustered"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width, several", [(60, 1), (60, 7), (100, 7)])
 def test_the_table_fits_the_terminal(bundled, width, several):
     responses = icejax.generate(*bundled, "import os", cache=Clustered(), max_new_tokens=2) * several

@@ -39,14 +39,8 @@ def assert_same(cache, expected, compare):
         compare(np.asarray(x), np.asarray(y), err_msg=jax.tree_util.keystr(path))
 
 
-ROWS = [
-    "llama-gqa",
-    pytest.param("qwen2-window", marks=pytest.mark.slow),
-    pytest.param("deepseek_v2-lite", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen2-window", "deepseek_v2-lite"])
 def test_a_moved_prompt_has_the_state_of_a_prefill(name, tmp_path):
     """Bit for bit, with channels of unlike size, whose factors come from the queries of all tokens."""
     reference, text = families.build(families.row(name)), families.tokens(300)

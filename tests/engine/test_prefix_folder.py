@@ -226,6 +226,7 @@ def test_an_array_of_another_kind_is_no_prefix(model, expected, folder, caplog):
     assert f"{name} is int32" in caplog.text and answer.cached_tokens == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_the_least_recently_used_goes_first(model, tmp_path, in_memory):
     """Room for two prefixes: the first one stored has been used since, so the second one goes."""
@@ -257,6 +258,7 @@ def test_all_bytes_of_the_files_count(model, tmp_path, caplog):
     assert f"prefix_disk leaves {size - 1} bytes" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_nearly_full_gets_room_by_the_oldest_prefix(model, folder, monkeypatch, caplog):
     """Without a prefix to remove, nothing is written."""
     usage = shutil.disk_usage(folder)
@@ -271,6 +273,7 @@ def test_a_disk_that_is_nearly_full_gets_room_by_the_oldest_prefix(model, folder
     assert not files(folder) and "prefix_disk leaves 0 bytes" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_no_answer(model, expected, tmp_path, caplog, monkeypatch):
     def full(self, name, array):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -353,6 +356,7 @@ def test_what_killed_writers_left_is_removed_after_a_day(model, folder):
     assert {*files(folder)} == {arrays, about}
 
 
+@pytest.mark.slow
 def test_eviction_caches_store_nothing_on_the_disk(model, tmp_path):
     core = core_of(model, tmp_path, SnapKV(budget=2048))
     assert [answer.cached_tokens for answer in ask(core, *PROMPTS[:2], PROMPTS[1])] == [0, 0, len(PROMPTS[1])]

@@ -19,7 +19,6 @@ from tests.helpers.run import follows
 
 CAPS = (2.0, 1.0, None)  # for a sliding, a full and a sliding layer
 PROMPT, DECODED, EXTENDED = 133, 20, 40
-NOT_SLOW = ("snapkv",)
 
 
 @pytest.fixture
@@ -44,9 +43,8 @@ def models(tmp_path, monkeypatch):
     return families.load(theirs, tmp_path), logits
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, id=str(row), marks=() if row.name in NOT_SLOW else pytest.mark.slow) for row in OF_BASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("row", OF_BASES, ids=str)
 def test_prefill_decode_and_extend_equal_transformers(models, row):
     ours, theirs = models
     tokens = families.tokens(PROMPT + 2 * DECODED + EXTENDED)

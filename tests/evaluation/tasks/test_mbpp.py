@@ -112,7 +112,7 @@ def test_prompts_are_those_of_qwens_evaluation(tmp_path):
     setting = Setting(words.model(), tmp_path)
     from lm_eval.tasks import TaskManager
 
-    tasks = TaskManager().load([mbpp.task(name, setting) for name in mbpp.NAMES])["tasks"]
+    tasks = TaskManager(include_defaults=False).load([mbpp.task(name, setting) for name in mbpp.NAMES])["tasks"]
     text = PROBLEM["prompt"].strip()
     [(base, options)], [(instruct, chat_options)] = (words.requests(tasks[name]) for name in mbpp.NAMES)
     assert base == text + "\n" and options["until"] == ["\nif __name__", "\ndef main(", "\nprint(", '\n"""', "\nassert"]
