@@ -9,6 +9,7 @@ import icejax
 from icejax.api.generate import ASSETS
 from icejax.cache.registry import Full
 from icejax.checks.errors import InputError
+from icejax.session.session import Session
 from tests import tolerances
 
 instance = pytest.importorskip("lm_eval.api.instance")
@@ -87,8 +88,11 @@ def test_a_conversation_is_what_generate_answers_to_its_whole_text(bundled, shar
     options = dict(
         questions=questions, max_gen_toks=[12, 9, 7], length=512, shared=shared, chat=False, system=None, begun="def ", end="\n"
     )
-    model = model_of(bundled)
+    model, texts, ask = model_of(bundled), [], Session.ask
+    monkeypatch.setattr(Session, "ask", lambda self, text, **options: texts.append(text) or ask(self, text, **options))
     [got] = model.converse(requests("converse", [(text, options)]), disable_tqdm=True)
+    first = [text, "\n# add\ndef "] if shared else [f"{text}\n# add\ndef "]
+    assert texts == [*first, "\n# b\ndef ", "\n# again\ndef "]
 
     def answer(prompt: list[int], count: int, stop: str | tuple = "\n"):
         return icejax.generate(*bundled, [prompt], cache=Full(), max_new_tokens=count, stop=stop)[0]
