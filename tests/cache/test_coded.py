@@ -67,8 +67,8 @@ def test_codes_go_where_their_pages_go():
     [(4, True, tolerances.CODES), (3, False, tolerances.EXACT), (2, True, tolerances.EXACT), (1, False, tolerances.EXACT)],
     ids=["4-tokens", "3-pages", "2-tokens", "1-pages"],
 )
-def test_steps_equal_the_reference(monkeypatch, codes, singly, atol):
-    """One level of nodes above the pages, eight flushes and two compactions; long and short prompts."""
+def test_200_steps_equal_the_reference(monkeypatch, codes, singly, atol):
+    """One level of nodes above the pages, twelve flushes and three compactions; long and short prompts."""
     monkeypatch.setattr(harness, "PROMPT", 1024)
     policy = Coded(budget=64, candidates=2, opened=4, codes=codes, singly=singly, compact_every=64)
     reference = reference_coded.Tokens if singly else reference_coded.Pages

@@ -21,8 +21,8 @@ ALONE = 0.03  # relative error of all pages in 8 bits; measured at most 0.0117
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("codes", "atol"), [(4, tolerances.CODES), (3, tolerances.EXACT)], ids=["4", "3"])
-def test_steps_equal_the_reference(monkeypatch, codes, atol):
-    """Codes decoded in six parts, eight flushes and two compactions; long and short prompts."""
+def test_200_steps_equal_the_reference(monkeypatch, codes, atol):
+    """Codes decoded in six parts, twelve flushes and three compactions; long and short prompts."""
     monkeypatch.setattr(harness, "PROMPT", 1024)
     monkeypatch.setattr(code_attention, "LEAST", 16)
     policy = Packed(budget=64, codes=codes, compact_every=64)
