@@ -110,7 +110,10 @@ def _answer_tokens(setting: Setting, function: Function) -> int:
 
 
 def _sample(setting: Setting, length: int, number: int) -> tuple[Excerpt, tuple[Function, ...]]:
-    """Returns functions, and those that are asked for: from the end, the beginning and the middle of the text."""
+    """Returns functions, and those that are asked for: from the end, the beginning and the middle of the text.
+
+    The first stands behind the others, so that each question goes back.
+    """
     tokens = length - TURNS * (ANSWER_TOKENS + QUESTION_TOKENS) - TEMPLATE
     for draw in range(DRAWS):
         code = excerpt(setting, tokens=tokens, number=DRAWS * number + draw)
@@ -120,5 +123,7 @@ def _sample(setting: Setting, length: int, number: int) -> tuple[Excerpt, tuple[
             chosen: list[Function] = []
             for depth in (85, 15, 50):
                 chosen.append(code.nearest([function for function in fitting if function not in chosen], depth))
-            return code, tuple(chosen)
+            places = [code.functions.index(function) for function in chosen]
+            if max(places) == places[0]:
+                return code, tuple(chosen)
     raise InputError(f"a text of {length} tokens has fewer than {TURNS} functions to ask for: give longer --lengths")
