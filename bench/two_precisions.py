@@ -23,7 +23,7 @@ import argparse
 import functools
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -250,10 +250,11 @@ def measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict]:
             layers = [tiled(x, tile, rng) for x in layers]
         console.print(f"{name}, {kind}, {length} tokens: {len(layers)} of {len(by_layer)} layers")
         labels = dict(model=name, text=kind, length=tile or length, layers=len(layers)) | (dict(tiled=length) if tile else {})
-        for row in rows(layers, budgets=budgets, pages=pages, codings=codings, most_exact=most_exact, opened=opened):
-            yield labels | row | environment
-        for row in policy_rows(model, policies, ids, length, [x.layer for x in layers]) if policies else ():
-            yield labels | row | environment
+        measured_rows = rows(layers, budgets=budgets, pages=pages, codings=codings, most_exact=most_exact, opened=opened)
+        of_policies = policy_rows(model, policies, ids, length, [x.layer for x in layers]) if policies else ()
+        for row in map(lambda row, labels=labels: labels | row | environment, itertools.chain(measured_rows, of_policies)):
+            console.print(line(row))
+            yield row
 
 
 def line(row: dict) -> str:
@@ -266,13 +267,6 @@ def line(row: dict) -> str:
     words = (name, row.get("budget", ""), bits, scales, values, row.get("pages", ""), opened, row.get("exact", ""))
     sizes = (f"{row[name]:.0f}" for name in ("bus_bytes", "host_bytes", "device_bytes"))
     return " ".join(f"{word!s:>9}" for word in (*words, f"{row['error']:.4f}", *sizes))
-
-
-def told(rows: Iterable[dict], console: Console) -> Iterator[dict]:
-    """Yields the rows, and writes each on the console."""
-    for row in rows:
-        console.print(line(row))
-        yield row
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -297,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    print_rows(parser, told(measured(arguments, console), console))
+    print_rows(parser, measured(arguments, console))
     return 0
 
 

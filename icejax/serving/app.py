@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from icejax.serving import chat, completions, messages, status, tokens
 from icejax.serving.guard import Guard
+from icejax.serving.routes import chat, completions, messages, status, tokens
 from icejax.serving.service import Service
 
 

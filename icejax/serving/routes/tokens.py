@@ -5,10 +5,10 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from icejax.serving.chat import chat_text
 from icejax.serving.errors import ApiError
 from icejax.serving.guard import read_body
 from icejax.serving.parameters import checked
+from icejax.serving.routes.chat import chat_text
 from icejax.serving.schemas import DetokenizeRequest, TokenizeRequest, parsed
 from icejax.serving.service import Service
 from icejax.serving.streaming import json_response

@@ -14,10 +14,10 @@ from starlette.responses import Response
 from icejax.checks.errors import quoted
 from icejax.engine.response import GenerationResponse
 from icejax.serving import parameters
-from icejax.serving.chat import chat_text
 from icejax.serving.errors import ApiError
 from icejax.serving.guard import owner_of, read_body
 from icejax.serving.identity import new_id
+from icejax.serving.routes.chat import chat_text
 from icejax.serving.schemas import MessagesRequest, parsed
 from icejax.serving.service import Service
 from icejax.serving.streaming import EventStream, json_response, named_event, whole_response
