@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from icejax.engine.response import GenerationResponse
-from icejax.serving.answers import Answers
+from icejax.serving.answers import Answers, Usage
 from icejax.serving.errors import ApiError, api_error
 from icejax.serving.json_text import json_bytes
 from icejax.serving.service import Service
@@ -34,6 +34,19 @@ def event(value: Any) -> bytes:
 def named_event(value: dict[str, Any]) -> bytes:
     """Returns a server-sent event with the name that is its `type`."""
     return f"event: {value['type']}\n".encode() + event(value)
+
+
+def chunks(about: dict[str, Any], usage: Usage, options: Any) -> tuple[Callable[..., bytes], Callable[[], list[bytes]]]:
+    """Returns what makes an event of choices, and what makes the last events, with the usage that `stream_options` asks for."""
+    has_usage, always = bool(options and options.include_usage), bool(options and options.continuous_usage_stats)
+
+    def chunk(choices: list[dict[str, Any]], *, usage_now: bool = False) -> bytes:
+        value = about | dict(choices=choices)
+        if has_usage or always:
+            value["usage"] = usage.body() if usage_now or always else None
+        return event(value)
+
+    return chunk, lambda: [chunk([], usage_now=True)] if has_usage else []
 
 
 CUT = ApiError(503, "the answer was cut: the server stops", code="draining")

@@ -21,7 +21,7 @@ from icejax.serving.identity import new_id
 from icejax.serving.parameters import checked
 from icejax.serving.schemas import ChatRequest, parsed
 from icejax.serving.service import Service
-from icejax.serving.streaming import EventStream, event, whole_response
+from icejax.serving.streaming import EventStream, chunks, whole_response
 from icejax.text.chat_messages import KEYS, Message
 from icejax.text.chat_text import ChatText
 
@@ -55,14 +55,7 @@ async def chat_completions(request: Request) -> Response:
         return await whole_response(request, answers, service, body)
 
     about |= dict(object="chat.completion.chunk")
-    told = fields.stream_options
-    has_usage, always = bool(told and told.include_usage), bool(told and told.continuous_usage_stats)
-
-    def chunk(choices: list[dict[str, Any]], *, usage: bool = False) -> bytes:
-        value = about | dict(choices=choices)
-        if has_usage or always:
-            value["usage"] = answers.usage.body() if usage or always else None
-        return event(value)
+    chunk, last = chunks(about, answers.usage, fields.stream_options)
 
     def delta(index: int, content: dict[str, Any], response: GenerationResponse | None = None) -> dict[str, Any]:
         reason, logprobs = (None, None) if response is None else (response.finish_reason, _logprobs(response.logprobs))
@@ -72,7 +65,6 @@ async def chat_completions(request: Request) -> Response:
         return [chunk([delta(index, dict(content=piece.text) | _thoughts(piece), piece)])]
 
     first = [chunk([delta(index, dict(role="assistant", content=""))]) for index in range(n)]
-    last = lambda: [chunk([], usage=True)] if has_usage else []  # noqa: E731
     return EventStream(answers, service, first=first, of_piece=of_piece, last=last)
 
 

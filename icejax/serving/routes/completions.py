@@ -8,7 +8,7 @@ lm-evaluation-harness sums. The names of control tokens in a prompt are these to
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -23,7 +23,7 @@ from icejax.serving.guard import owner_of, read_body
 from icejax.serving.identity import new_id
 from icejax.serving.schemas import CompletionRequest, parsed
 from icejax.serving.service import Service
-from icejax.serving.streaming import EventStream, event, whole_response
+from icejax.serving.streaming import EventStream, chunks, whole_response
 from icejax.text.detokenize import UNFINISHED, decoded
 from icejax.text.token_text import token_text
 
@@ -74,14 +74,8 @@ async def completions(request: Request) -> Response:
 
         return await whole_response(request, answers, service, body)
 
-    told, offsets, begun = fields.stream_options, [len(text) for text in echoed for _ in range(n)], set[int]()
-    has_usage, always = bool(told and told.include_usage), bool(told and told.continuous_usage_stats)
-
-    def chunk(choices: list[dict[str, Any]], *, usage: bool = False) -> bytes:
-        value = about | dict(choices=choices)
-        if has_usage or always:
-            value["usage"] = answers.usage.body() if usage or always else None
-        return event(value)
+    offsets, begun = [len(text) for text in echoed for _ in range(n)], set[int]()
+    chunk, last = chunks(about, answers.usage, fields.stream_options)
 
     def of_piece(index: int, piece: GenerationResponse) -> list[bytes]:
         text = _text(piece) if fields.max_tokens != 0 else ""
@@ -91,7 +85,6 @@ async def completions(request: Request) -> Response:
         offsets[index] += len(text)
         return [chunk([dict(index=index, text=echo + text, logprobs=logprobs, finish_reason=piece.finish_reason)])]
 
-    last: Callable[[], list[bytes]] = lambda: [chunk([], usage=True)] if has_usage else []  # noqa: E731
     return EventStream(answers, service, of_piece=of_piece, last=last)
 
 
