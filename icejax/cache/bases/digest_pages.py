@@ -1,6 +1,6 @@
 """Base of the clustered caches: pages of tokens with similar keys, selected by a tree of digests (IceCache, arXiv 2604.10539).
 
-`Clustered`, `Coded` and `Tolerant` build on it. Digests are [B, K, P, ...] on the device, pages [P, B, K, planes, p, W].
+`LookedPages` and `Coded` build on it. Digests are [B, K, P, ...] on the device, pages [P, B, K, planes, p, W].
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class DigestPages(SimilarPages):
         """Returns how many of `pages` pages have their tokens ranked."""
         return self.pages_for(self.budget, pages)
 
-    def walk_pages(self, heads: Heads, index: Digested, view: View, fetched: int) -> Selection:
-        """Returns the best `fetched` pages, best first, by a walk that opens nodes for at least `num_ranked` pages."""
-        num_candidates = max(fetched, self.num_ranked(index.levels[0].count.shape[-1]))
+    def walk_pages(self, heads: Heads, index: Digested, view: View, fetched: int, *, among: int = 0) -> Selection:
+        """Returns the best `fetched` pages, best first; the walk opens nodes for at least `num_ranked` and `among` pages."""
+        num_candidates = max(fetched, among, self.num_ranked(index.levels[0].count.shape[-1]))
         from_keys = self.index.from_keys(index)
         result = walk(
             heads.by_group(),

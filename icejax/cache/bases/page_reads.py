@@ -1,6 +1,7 @@
 """How a step of the clustered cache reads the pages that digests select: whole, keys first, or in codes first.
 
-Policy Clustered chooses one of these classes by its options. Selected pages are [B, K, M], once fetched [B, K, M, p, H].
+Policy Clustered chooses one of these classes by its options; with `look` Tolerant too reads in codes.
+Selected pages are [B, K, M], once fetched [B, K, M, p, H].
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.bases.digest_pages import DigestPages
 from icejax.cache.bases.reranking import KEY_ONLY_FACTOR, attend_best, attend_keys_first
@@ -18,6 +19,7 @@ from icejax.cache.bases.retrieval import Near, Pages, Retrieval
 from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.similar_pages import ScaledState
 from icejax.cache.bases.two_precisions import attend_best_tokens, tokens_by_codes
+from icejax.cache.pool.host_pool import Fetched
 from icejax.cache.pool.page_format import PagePlanes, PagesWithCodes, Stored
 from icejax.cache.protocol import Heads, View
 from icejax.ops.attention.dense import Attended
@@ -53,16 +55,6 @@ class WholePages:
         """Returns how many of `pages` pages of a pool, of arrays or shapes alone, digests select."""
         del pool
         return self.num_fetched(pages)
-
-    def code_bytes(self, sizes: tuple[int, ...]) -> int:
-        """Returns the bytes of a page's codes in the pool; `sizes` are the channels of its planes."""
-        del sizes
-        return 0
-
-    def stored(self, pages: Stored, planes: PagePlanes, mask: Bool[Array, "B K P p"]) -> Stored:
-        """Returns pages as the pool keeps them, from the pages without codes and their planes."""
-        del planes, mask
-        return pages
 
     def fetch_and_attend(self, state: ScaledState, heads: Heads, near: Near, found: Selection, view: View) -> Step:
         """Returns the attention of a decoded token, the selection that it attended to, and the new state."""
@@ -115,7 +107,12 @@ class InCodes(WholePages):
     by_slot = True
 
     def num_fetched(self, pages: int) -> int:
-        return Retrieval.num_fetched(self.policy, pages)
+        return self.num_exact(pages, self.policy.budget)
+
+    def num_exact(self, pages: int, budget: int) -> int:
+        """Returns how many tokens of `pages` pages a budget holds beside sinks and window."""
+        layout = self.policy.window_layout
+        return min(pages * self.policy.page_size, budget - layout.sinks - layout.slots)
 
     @property
     def fewest(self) -> int:
@@ -123,20 +120,24 @@ class InCodes(WholePages):
         return -(-self.num_fetched(2**20) // self.policy.page_size)
 
     def num_selected(self, pages: int, pool: Any) -> int:
-        if self.looked is not None:
-            return min(pages, self.looked)
+        return min(pages, self.looked) if self.looked is not None else self.num_for(self.policy.budget, pages, pool)
+
+    def num_for(self, budget: int, pages: int, pool: Any) -> int:
+        """Returns how many of `pages` pages bring, with the exact tokens of a budget, the bytes that `looked` names."""
         planes, _, width = pool.pages.shape[-3:]
-        vector, exact = width * pool.pages.dtype.itemsize, self.num_fetched(2**20)
+        vector, exact = width * pool.pages.dtype.itemsize, self.num_exact(2**20, budget)
         # Keys first: the keys of twice as many pages as whole ones, and the values of the exact tokens.
-        ranked = self.policy.pages_for(self.policy.budget, 2**20)
+        ranked = self.policy.pages_for(budget, 2**20)
         keys_first = ranked * self.policy.page_size * planes * vector + exact * (planes - 1) * vector
         room = int(MORE * keys_first) - exact * planes * vector
-        return min(pages, max(self.fewest, room // pool.codes.shape[-1]))
+        return min(pages, max(-(-exact // self.policy.page_size), room // pool.codes.shape[-1]))
 
     def code_bytes(self, sizes: tuple[int, ...]) -> int:
+        """Returns the bytes of a page's codes in the pool; `sizes` are the channels of its planes."""
         return self._codes(sizes).count
 
     def stored(self, pages: Stored, planes: PagePlanes, mask: Bool[Array, "B K P p"]) -> Stored:
+        """Returns pages as the pool keeps them, from the pages without codes and their planes."""
         codes = self._codes(tuple(x.shape[-1] for x in planes)).write(planes[0], planes[1] if len(planes) > 1 else None, mask)
         return PagesWithCodes(pages, codes[..., None, None, :])
 
@@ -145,20 +146,35 @@ class InCodes(WholePages):
         return PageBytes(self.policy.page_size, sizes, self.bits)
 
     def fetch_and_attend(self, state: ScaledState, heads: Heads, near: Near, found: Selection, view: View) -> Step:
-        ids, p, pool = found.ids, self.policy.page_size, view.pool
         with jax.named_scope("fetch"):
-            (codes,), fetched_pages = pool.codes.fetch_live(ids, found.counts > 0)
+            codes, fetched_pages = view.pool.codes.fetch_live(found.ids, found.counts > 0)
         with jax.named_scope("attend"):
-            sizes = (heads.k.shape[-1], heads.v.shape[-1])[: pool.pages.shape[-3]]
-            pages = self._codes(sizes).read(codes[..., 0, :], found.counts)
             wanted = self.num_fetched(self.policy.index.counts(state.index).shape[-1])
-            tokens = tokens_by_codes(heads, near, pages, found.tail, page_size=p, bits=self.bits, wanted=wanted)
-            slots = jnp.take_along_axis(ids, tokens.ids // p, axis=2, mode="promise_in_bounds") * p + tokens.ids % p
-        best = replace(found, ids=slots, counts=tokens.counts, tail=tokens.rest)
+            best = self.best(heads, near, codes, found, planes=view.pool.pages.shape[-3], wanted=wanted)
         attended, best, state = super().fetch_and_attend(state, heads, near, best, view)
+        return attended, best, replace(state, fetched=state.fetched + self.in_slots(fetched_pages, view.pool.pool))
+
+    def best(
+        self, heads: Heads, near: Near, codes: Fetched, found: Selection, *, planes: int, wanted: int, estimate: bool = False
+    ) -> Selection:
+        """Returns the `wanted` best tokens of the selected pages by their codes, and as `tail` all that is not among them.
+
+        Args:
+            codes: the codes of the selected pages, in one plane.
+            planes: vectors per slot.
+            estimate: whether to estimate the error that the codes leave (`Selection.noise`).
+        """
+        sizes, p = (heads.k.shape[-1], heads.v.shape[-1])[:planes], self.policy.page_size
+        pages = self._codes(sizes).read(codes[0][..., 0, :], found.counts)
+        options = dict(page_size=p, bits=self.bits, wanted=wanted, estimate=estimate)
+        tokens = tokens_by_codes(heads, near, pages, found.tail, **options)
+        slots = jnp.take_along_axis(found.ids, tokens.ids // p, axis=2, mode="promise_in_bounds") * p + tokens.ids % p
+        return replace(found, ids=slots, counts=tokens.counts, tail=tokens.rest, noise=tokens.noise)
+
+    def in_slots(self, pages: Int[Array, " B"], pool: Any) -> Int[Array, " B"]:
+        """Returns as how many slots of keys and values the codes of so many pages count, by their bytes, rounded up."""
         slot = pool.pages.shape[-3] * pool.pages.shape[-1] * pool.pages.dtype.itemsize
-        fetched = state.fetched - (-fetched_pages * codes.shape[-1] // slot)  # codes count as so many slots, rounded up
-        return attended, best, replace(state, fetched=fetched)
+        return -(-pages * pool.codes.shape[-1] // slot)
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Selection) -> tuple[Attended, Float[Array, "B K M p"]]:
         del near  # in the tail

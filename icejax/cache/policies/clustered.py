@@ -11,28 +11,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from icejax.cache.bases.digest_pages import DigestPages
-from icejax.cache.bases.page_reads import InCodes, KeysFirst, WholePages
+from icejax.cache.bases.looked_pages import LookedPages
+from icejax.cache.bases.page_reads import KeysFirst, WholePages
 from icejax.cache.bases.reranking import KEY_ONLY_FACTOR
 from icejax.cache.bases.retrieval import Near, Pages
 from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.similar_pages import ScaledState
-from icejax.cache.bases.two_precisions import BITS
 from icejax.cache.index.digest_tree import Digested
-from icejax.cache.pool.page_format import PagePlanes, Stored
-from icejax.cache.protocol import CachePolicy, Heads, Lengths, Report, View
-from icejax.cache.sizes import CacheSpec, PoolSpec, StepReads, num_bytes
-from icejax.checks.errors import InputError, quoted
-from icejax.checks.numbers import integer, one_of
+from icejax.cache.protocol import CachePolicy, Heads, View
+from icejax.cache.sizes import CacheSpec, StepReads, num_bytes
+from icejax.checks.errors import InputError
+from icejax.checks.numbers import one_of
 from icejax.ops.attention.dense import Attended
 from icejax.ops.pages import tree
 from icejax.ops.pages.digests import Score
 
 
 @dataclass(frozen=True)
-class Clustered(DigestPages):
+class Clustered(LookedPages):
     """IceCache's cache with a budget, extended by a second-order page score with outliers, a digest tree and a tail.
 
     A step attends exactly to the sinks, the window and the best tokens of the pages of highest score: at most `budget` tokens
@@ -50,11 +48,6 @@ class Clustered(DigestPages):
             memory for one step's pages.
         reuse: clustered layers that share pages: the first layer of each run packs and selects by its own keys and queries,
             the others follow it; 3 in IceCache's reuse.
-        look: bits in which the tokens of the selected pages are looked at: 2, 3, 4 or 8. Their keys and values come in codes,
-            which host memory holds beside the pages; then keys and values of the best tokens come exactly. None: pages are
-            looked at exactly.
-        looked: pages looked at in codes; None: as many as bring, with the exact tokens, at most 1.05 times the bytes of a step
-            that looks exactly.
 
     Raises:
         InputError: an option is out of range, or the budget leaves no room for a page.
@@ -66,41 +59,22 @@ class Clustered(DigestPages):
     score: Score = "second-order"
     resident: bool = False
     reuse: int = 1
-    look: int | None = None
-    looked: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("keys_first", self.keys_first, (None, True, False))
-        one_of("look", self.look, (None, *BITS))
-        needed = dict(rerank=True, tail=True, resident=False, page_dtype=None)
+        needed = dict(rerank=True, tail=True, resident=False)
         if self.keys_first:
-            self._check_needs("keys_first=true", "keys_first", needed | dict(look=None))
+            self._check_needs("keys_first=true", "keys_first", needed | dict(page_dtype=None, look=None))
         if self.look is not None:
             self._check_needs(f"look={self.look}", "look", needed)
-        if self.looked is not None:
-            integer("looked", self.looked, most=2**20)
-            if self.look is None:
-                raise InputError(f"looked={self.looked} needs look, the bits of the codes: set look=4, or leave looked out")
-            if self.looked < self.reads.fewest:
-                raise InputError(
-                    f"looked must be at least {self.reads.fewest}, whose tokens fill the budget, got {self.looked}"
-                )
-
-    def _check_needs(self, option: str, name: str, needed: dict[str, bool | None]) -> None:
-        """Raises InputError if another option is not as `option`, whose name is `name`, needs it."""
-        for other, value in needed.items():
-            if getattr(self, other) != value:
-                got = quoted(getattr(self, other))
-                raise InputError(f"{option} needs {other}={str(value).lower()}, got {got}: leave {name} out")
 
     def for_platform(self, platform: str, *, latent: bool) -> Clustered:
         if self.keys_first and latent:
             raise InputError(
                 "keys_first=true is not possible in latent layers, whose keys hold the values: leave keys_first out"
             )
-        if self.look and platform == "tpu":
-            raise InputError(f"look={self.look} is not possible on TPU, which cannot fetch single tokens: leave look out")
+        super().for_platform(platform, latent=latent)
         if self.keys_first is not None:
             return self
         exactly_first = self.rerank and self.tail and not (self.look or self.resident or self.page_dtype)
@@ -121,15 +95,12 @@ class Clustered(DigestPages):
     def reads(self) -> WholePages:
         """How a step reads pages."""
         if self.look:
-            return InCodes(self, bits=self.look, looked=self.looked)
+            return self.in_codes
         return KeysFirst(self) if self.keys_first else WholePages(self, self.rerank)
 
     @property
     def by_slot(self) -> bool:
         return self.reads.by_slot
-
-    def pool(self, spec: CacheSpec) -> PoolSpec:
-        return replace(super().pool(spec), codes=self.reads.code_bytes(spec.planes))
 
     def step_reads(self, spec: CacheSpec) -> StepReads:
         """Counts of the tree the highest level and the opened nodes below; a step that looks in codes as one without."""
@@ -140,9 +111,6 @@ class Clustered(DigestPages):
         keys_alone = self.pages_for(self.budget, pages, times=KEY_ONLY_FACTOR) * self.page_size
         halves = (keys_alone + self.num_fetched(pages)) * spec.token_bytes // 2  # keys, and values of the best
         return StepReads(device=device, host=halves if self.by_slot else reads.host)
-
-    def stored(self, planes: PagePlanes, mask: Bool[Array, "B K P p"]) -> Stored:
-        return self.reads.stored(super().stored(planes, mask), planes, mask)
 
     def num_ranked(self, pages: int) -> int:
         return self.reads.num_ranked(pages)
@@ -161,12 +129,6 @@ class Clustered(DigestPages):
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Selection) -> tuple[Attended, Float[Array, "B K M p"]]:
         return self.reads.attend(heads, near, pages, found)
-
-    def report(self, state: ScaledState, lengths: Lengths) -> Report:
-        report = super().report(state, lengths)
-        if not self.by_slot:
-            return report
-        return replace(report, pages=report.pages.at[2].set(state.fetched))  # all that was fetched was needed
 
 
 class ClusteredFollower(Clustered):

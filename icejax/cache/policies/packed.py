@@ -16,7 +16,7 @@ from icejax.cache.bases.reranking import at
 from icejax.cache.bases.retrieval import Near, PagedState, Pages
 from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.similar_pages import ScaledState, SimilarPages
-from icejax.cache.bases.two_precisions import BITS, attend_best_tokens, tokens_by_codes
+from icejax.cache.bases.two_precisions import BITS, attend_best_tokens, error_of_codes, tokens_by_codes
 from icejax.cache.index.page_codes import PageCodes
 from icejax.cache.pool.page_format import PagePlanes, Stored
 from icejax.cache.protocol import Heads, Lengths, Report, View
@@ -25,10 +25,6 @@ from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer, one_of
 from icejax.ops.attention.dense import Attended
 from icejax.ops.pages.code_attention import CodedPages, decoded_planes
-from icejax.ops.pages.code_error import relative_error
-
-# By bits of a code: by how much the estimate is too small where many tokens are exact (bench/results/calibrate.md).
-COVERED = {2: 1.4, 3: 1.0, 4: 1.0, 8: 2.4}
 
 
 @jax.tree_util.register_dataclass
@@ -112,7 +108,7 @@ class Packed(SimilarPages):
         if self.exact != 0:
             attended, found, state = super().fetch_and_attend(state, heads, near, found, view)
         if found.noise is not None:
-            state = replace(state, error=COVERED[self.codes] * relative_error(found.noise, attended).mean((1, 2)))
+            state = replace(state, error=error_of_codes(found.noise, attended, self.codes).mean((1, 2)))
         return attended, found, state
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Selection) -> tuple[Attended, Float[Array, "B K M p"]]:

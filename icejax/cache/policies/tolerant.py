@@ -1,24 +1,28 @@
 """The clustered cache that estimates its own error, and fetches more pages where the error is too large (`--cache tolerant`).
 
-A step attends twice: to the pages of the budget, then to more pages in the KV heads whose estimate exceeds the tolerance.
+A step attends in two rounds: to the pages of the budget, then to more in the KV heads whose estimate exceeds the tolerance.
 Errors are f32[B, K] per step.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from icejax.cache.bases.channel_scaling import scaled
-from icejax.cache.bases.digest_pages import DigestPages
-from icejax.cache.bases.reranking import attend_best
-from icejax.cache.bases.retrieval import NOTHING, Near, PagedState, Pages
+from icejax.cache.bases.looked_pages import LookedPages
+from icejax.cache.bases.reranking import at
+from icejax.cache.bases.retrieval import NOTHING, Near
+from icejax.cache.bases.rounds import CodedRounds, Round, Slots, WholeRounds
 from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.similar_pages import ScaledState
 from icejax.cache.index.digest_tree import Digested
+from icejax.cache.pool.host_pool import Fetched, PoolLayer
+from icejax.cache.pool.page_format import without_codes
 from icejax.cache.protocol import Heads, Lengths, Outcome, Report, View
 from icejax.cache.sizes import CacheSpec
 from icejax.checks.numbers import integer, number
@@ -36,7 +40,8 @@ class EstimatedState(ScaledState):
     """The device state of a layer that estimates its error.
 
     Attributes:
-        gain: ratio of true error to unevenness of weights at the end of the prompt; turns an unevenness into an error.
+        gain: ratio of true error, without that of codes, to unevenness of weights at the end of the prompt; turns an unevenness
+            into an error.
         error: estimated relative error of the newest step, mean over KV heads.
     """
 
@@ -45,7 +50,7 @@ class EstimatedState(ScaledState):
 
 
 @dataclass(frozen=True)
-class Tolerant(DigestPages):
+class Tolerant(LookedPages):
     """The clustered cache that estimates the error of every KV head, and fetches more pages where it is above a tolerance.
 
     The error comes from the values of tokens not attended exactly. If the part of these values that keys do not predict were
@@ -53,6 +58,10 @@ class Tolerant(DigestPages):
     of the output. The deviation is measured on the last four tokens of the prompt, whose exact attention is known: one number
     per row and layer, which does not change with later text. The estimate is meant to exceed the true error in 95% of steps
     (bench/results/calibrate.md).
+
+    With `look` each round weighs all tokens of its pages by their codes and fetches the best, as `Clustered` does. The error of
+    the codes follows from their steps (`icejax.ops.pages.code_error`). Its square is added to that of the error above, whose
+    deviation is measured without it.
 
     Attributes:
         tolerance: estimated relative error above which a KV head fetches more pages.
@@ -81,19 +90,19 @@ class Tolerant(DigestPages):
         """Largest number of tokens that a KV head attends to exactly."""
         return max(4 * self.budget, 1024) if self.max_budget is None else self.max_budget
 
+    @property
+    def rounds(self) -> WholeRounds:
+        """What a round reads and attends to."""
+        return (CodedRounds if self.look else WholeRounds)(self, self.largest_budget)
+
     def num_ranked(self, pages: int) -> int:
         return self.pages_for(self.largest_budget, pages)
 
     def num_fetched(self, pages: int) -> int:
-        return self.num_ranked(pages)
+        return self.rounds.num_fetched(pages)
 
     def find(self, heads: Heads, index: Digested, view: View) -> Selection:
-        return self.walk_pages(heads, index, view, self.num_ranked(index.levels[0].count.shape[-1]))
-
-    def _attended(
-        self, heads: Heads, near: Near, pages: Pages, selection: Selection, budget: int | Int[Array, "B K"]
-    ) -> tuple[Attended, Float[Array, "B K M p"], Float[Array, "B K G"]]:
-        return attend_best(heads, near, pages, selection, budget, most=self.max_page_tokens(self.largest_budget), tail=True)
+        return self.walk_pages(heads, index, view, self.rounds.num_most(index.levels[0].count.shape[-1], view.pool.pool))
 
     def init(self, spec: CacheSpec) -> EstimatedState:
         zeros = jnp.zeros(spec.batch_size)
@@ -101,11 +110,16 @@ class Tolerant(DigestPages):
 
     def prefill(self, state: EstimatedState, heads: Heads, attended: Attended, view: View) -> Outcome:
         outcome = super().prefill(state, heads, attended, view)
-        state, lengths = outcome.state, Lengths.of(heads.lengths)
+        state, lengths, rounds = outcome.state, Lengths.of(heads.lengths), self.rounds
         heads = scaled(heads, state.factors)
-        planes = tuple(x.transpose(1, 2, 0, 3, 4) for x in jnp.unstack(outcome.pages, axis=3))  # [B, K, P, p, W]
+        planes, read = (
+            tuple(x.transpose(1, 2, 0, 3, 4) for x in jnp.unstack(pages, axis=3))  # [B, K, P, p, W]
+            for pages in (without_codes(outcome.pages), rounds.read_of(outcome.pages))
+        )
+        slots = Slots(len(planes), lambda ids, there: (_slots_of(planes, ids), jnp.zeros(len(ids), jnp.int32)))
+        first = rounds.num_first(self.index.counts(state.index).shape[-1], outcome.pages)
 
-        def add_token(back: jax.Array, sums: Float[Array, "3 B"]) -> Float[Array, "3 B"]:
+        def add_token(back: jax.Array, sums: Float[Array, "4 B"]) -> Float[Array, "4 B"]:
             seen = jnp.maximum(heads.lengths - back, 1)
             last = (seen - 1)[:, None, None, None]
             q, k, v, exact = (jnp.take_along_axis(x, last, axis=1) for x in (heads.q, heads.k, heads.v, attended.out))
@@ -113,30 +127,24 @@ class Tolerant(DigestPages):
                 exact = _exact_attention(heads, q, seen)
             token = Heads(q, k, v, jnp.ones_like(heads.lengths), heads.scoring)
             near = self._near_when(state, token, lengths, seen)
-            selection = self.walk_pages(token, state.index, view, self._num_first(state))
-            pages = (jnp.take_along_axis(x, selection.ids[..., None, None], axis=2) for x in planes)
-            pages = self._of_planes(token, tuple(pages), selection.counts)
-            approximate, _, uneven = self._attended(token, near, pages, selection, self.budget)
-            exact = exact.reshape(approximate.out.shape).astype(jnp.float32)
-            error = jnp.linalg.norm(approximate.out - exact, axis=-1) / jnp.maximum(jnp.linalg.norm(exact, axis=-1), 1e-30)
+            selection = self.walk_pages(token, state.index, view, first)
+            done = rounds.attend(token, near, at(read, selection.ids), selection, self.budget, slots)
+            out, exact = done.attended.out, exact.reshape(done.attended.out.shape).astype(jnp.float32)
+            error = jnp.linalg.norm(out - exact, axis=-1) / jnp.maximum(jnp.linalg.norm(exact, axis=-1), 1e-30)
             norms = jnp.linalg.norm(v.astype(jnp.float32), axis=-1).mean((1, 2))
-            return sums + jnp.stack([error.mean((1, 2)), _unevenness(approximate, uneven, selection).mean((1, 2)), norms])
+            return sums + jnp.stack([*(x.mean((1, 2)) for x in (error, done.uneven, done.of_codes)), norms])
 
         count = min(TOLD_BY, self.window_layout.fill)  # all of these tokens stand in the window
-        true, estimate, norms = jax.lax.fori_loop(0, count, add_token, jnp.zeros((3, len(heads.lengths))))
+        true, estimate, of_codes, norms = jax.lax.fori_loop(0, count, add_token, jnp.zeros((4, len(heads.lengths))))
         # Without unevenness the gain is the values' norm, as if keys did not predict them and their mean were 0.
         gain = jnp.where(
             estimate > LEAST_UNEVENNESS / jnp.maximum(norms, LEAST_UNEVENNESS),
-            true / jnp.maximum(estimate, 1e-30),
+            jnp.sqrt(jnp.maximum(jnp.square(true) - jnp.square(of_codes), 0)) / jnp.maximum(estimate, 1e-30),
             norms / count,
         )
         return replace(outcome, state=replace(state, gain=gain))
 
-    def _num_first(self, state: PagedState) -> int:
-        """Returns how many pages are fetched before the error is estimated."""
-        return self.pages_for(self.budget, self.index.counts(state.index).shape[-1])
-
-    def _near_when(self, state: PagedState, heads: Heads, lengths: Lengths, seen: jax.Array) -> Near:
+    def _near_when(self, state: EstimatedState, heads: Heads, lengths: Lengths, seen: jax.Array) -> Near:
         """Returns keys, values and mask of sinks and window as they were after `seen` tokens."""
         window = state.window
         masks = (per_head(x, heads.k.shape[2]) for x in self.window_layout.masks(window, lengths, seen=seen))
@@ -147,45 +155,37 @@ class Tolerant(DigestPages):
     def fetch_and_attend(
         self, state: EstimatedState, heads: Heads, near: Near, found: Selection, view: View
     ) -> tuple[Attended, Selection, EstimatedState]:
-        first = self._num_first(state)
+        rounds, pool = self.rounds, view.pool
+        first = rounds.num_first(self.index.counts(state.index).shape[-1], pool.pool)
+        read, single = rounds.read(pool), replace(pool, single_slots=True)
         with jax.named_scope("select"):
-            initial = self.walk_pages(heads, state.index, view, first)
+            initial = self.walk_pages(heads, state.index, view, first, among=found.ids.shape[-1])
         with jax.named_scope("fetch"):
-            pages, fetched = view.pool.fetch_live(initial.ids, initial.counts > 0)
+            pages, fetched = read.fetch_live(initial.ids, initial.counts > 0)
         with jax.named_scope("attend"):
-            attended, weights, uneven = self._attended(
-                heads, near, self._of_planes(heads, pages, initial.counts), initial, self.budget
-            )
-            error = self._error(state, attended, uneven, initial)
-        exceeds = error > self.tolerance
-        counts = jnp.where(exceeds[..., None], found.counts[..., first:], 0)
+            slots = Slots(pool.pages.shape[-3], single.fetch_live)
+            done = rounds.attend(heads, near, pages, initial, self.budget, slots)
+            exceeds = self._error(state, done) > self.tolerance
+        further, counts = found.ids[..., first:], jnp.where(exceeds[..., None], found.counts[..., first:], 0)
         with jax.named_scope("fetch"):
             if counts.shape[-1]:
-                held = tuple(jnp.zeros((*counts.shape, *x.shape[3:]), x.dtype) for x in pages)
-                further, num_fetched = view.pool.fetch_missing(
-                    found.ids[..., first:], counts > 0, held, jnp.full_like(counts, NOTHING)
-                )
-                pages = tuple(jnp.concatenate(pair, axis=2) for pair in zip(pages, further, strict=True))
+                more, num_fetched = _fetch_few(read, further, counts > 0)
+                pages = tuple(jnp.concatenate(pair, axis=2) for pair in zip(pages, more, strict=True))
                 fetched += num_fetched
         with jax.named_scope("attend"):
-            counts = jnp.concatenate([initial.counts, counts], axis=2)
-            ids = jnp.concatenate([initial.ids, found.ids[..., first:]], axis=2)
-            tail, uneven = jax.tree.map(
-                lambda x, y: jnp.where(exceeds.reshape(*exceeds.shape, *(1,) * (x.ndim - 2)), x, y),
-                (tuple(found.tail), found.uneven),
-                (tuple(initial.tail), initial.uneven),
-            )
-            selection = replace(found, ids=ids, counts=counts, tail=Attended(*tail), uneven=uneven)
-            budget = jnp.where(exceeds, self.largest_budget, self.budget)
-            attended, weights, uneven = self._attended(heads, near, self._of_planes(heads, pages, counts), selection, budget)
-            error = self._error(state, attended, uneven, selection).mean(1)
-        return attended, selection, replace(state, weights=weights, fetched=fetched, error=error)
+            ids = jnp.concatenate([initial.ids, further], axis=2)
+            counts = jnp.concatenate([jnp.where(exceeds[..., None], initial.counts, 0), counts], axis=2)
+            slots = slots._replace(read=functools.partial(_fetch_few, single))
+            selection = replace(found, ids=ids, counts=counts)
+            done = rounds.attend(heads, near, pages, selection, self.largest_budget, slots).where(exceeds, done)
+            error = self._error(state, done).mean(1)
+        fetched = rounds.in_pool(fetched, done.slots, pool.pool)
+        selection = replace(found, ids=done.ids, counts=done.counts)
+        return done.attended, selection, replace(state, weights=done.weights, fetched=fetched, error=error)
 
-    def _error(
-        self, state: EstimatedState, attended: Attended, uneven: Float[Array, "B K G"], selection: Selection
-    ) -> jax.Array:
-        """Returns the estimated relative error of each KV head, f32[B, K]."""
-        return COVERED * state.gain[:, None] * _unevenness(attended, uneven, selection).mean(2)
+    def _error(self, state: EstimatedState, done: Round) -> Float[Array, "B K"]:
+        """Returns the estimated relative error of each KV head."""
+        return COVERED * done.error(state.gain)
 
     def report(self, state: EstimatedState, lengths: Lengths) -> Report:
         report = super().report(state, lengths)
@@ -199,7 +199,12 @@ def _exact_attention(heads: Heads, q: Float[Array, "B 1 N H"], seen: Int[Array, 
     return attend_all(q, keys, values, mask, scoring=heads.scoring)[0]
 
 
-def _unevenness(attended: Attended, uneven: Float[Array, "B K G"], selection: Selection) -> Float[Array, "B K G"]:
-    """Returns the norm of the weights' deviations, for tokens not attended exactly, over the norm of the output."""
-    tail = jnp.exp(2 * (selection.tail.lse - attended.lse)) * selection.uneven
-    return jnp.sqrt(uneven + tail) / jnp.maximum(jnp.linalg.norm(attended.out, axis=-1), 1e-30)
+def _slots_of(planes: Fetched, ids: Int[Array, "B K M"]) -> Fetched:
+    """Returns single slots [B, K, M, 1, W] of planes [B, K, P, p, W]."""
+    return at(tuple(x.reshape(*x.shape[:2], -1, 1, x.shape[-1]) for x in planes), ids)
+
+
+def _fetch_few(pool: PoolLayer, ids: Int[Array, "B K M"], there: Bool[Array, "B K M"]) -> tuple[Fetched, Int[Array, " B"]]:
+    """Returns `pool.fetch_live`, reading nothing else by any backend."""
+    held = tuple(jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(pool.fetch, ids))
+    return pool.fetch_missing(ids, there, held, jnp.full_like(ids, NOTHING))
