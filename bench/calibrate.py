@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.progress import track
 
 import icejax
-from bench import panel, texts
+from bench import panel, texts, tolerances
 from bench.capture import Captured, capture
 from bench.flags import listed, numbers, print_rows
 from bench.methods import WHOLE, form, residents
@@ -260,9 +260,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=2, help="prompts per length, seed and task")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--budgets", default="64,256")
+    parser.add_argument("--tolerances", help="run the cache `tolerant` instead (bench.tolerances): tolerances, comma-separated")
+    parser.add_argument("--look", type=int, help="with --tolerances: also with this option of the cache")
     arguments = parser.parse_args(argv)
+    if arguments.look is not None and not arguments.tolerances:
+        parser.error("--look needs --tolerances")
     environment = dict(device=str(devices.device().device_kind), jax=jax.__version__)
-    print_rows(parser, (figures | environment for figures in rows(arguments)))
+    measure = tolerances.rows if arguments.tolerances else rows
+    print_rows(parser, (figures | environment for figures in measure(arguments)))
     return 0
 
 

@@ -29,7 +29,7 @@ import numpy as np
 from bench import texts
 from bench.compare import cells, tuned
 from bench.compare.cells import Contender
-from bench.compare.subject import Subject
+from bench.compare.subject import Measured, Subject
 from bench.compare.text import SHORT, Text
 from bench.sizes import fetched_bytes, fetched_per_step, nbytes
 from icejax.cache.options import make_policy
@@ -80,11 +80,14 @@ class Forced(Subject):
         by_layer = layer_policies(Clustered(), model.config, capacity=self._plan.spec.capacity)
         self.layers = [i for i, policy in enumerate(by_layer) if not isinstance(policy, Full | Ring)]
 
+    def measured(self, asked: Asked) -> Measured:
+        """Reads a text with its question, and returns the errors of the steps of the continuation."""
+        self.read(asked.before.tokens, asked.before.under(self._plan))
+        return self.measure(asked.answered, steps=len(asked.continuation) - 1)
+
     def figures(self, asked: Asked) -> dict[str, float]:
         """Returns `FIGURES` of a question."""
-        self.read(asked.before.tokens, asked.before.under(self._plan))
-        forced = asked.continuation[:-1]
-        measured = self.measure(asked.answered, steps=len(forced))
+        forced, measured = asked.continuation[:-1], self.measured(asked)
         logits, fetched = self.force(forced)
         exact, best = asked.logits[: len(forced)], logits.argmax(-1)
         errors = measured.errors[:, self.layers]

@@ -34,11 +34,13 @@ class Measured:
         whole: relative L2 error of the output of all heads of a layer, f64[steps, layers].
         tokens: mean number of tokens attended to exactly, by a query head and by any query head of a KV head, f64[steps,
             layers, 2].
+        estimates: the policy's own estimate of the error, f64[steps, layers]; NaN where it has none.
     """
 
     errors: np.ndarray
     whole: np.ndarray
     tokens: np.ndarray
+    estimates: np.ndarray
 
 
 class Subject(Reader):
@@ -125,4 +127,6 @@ def _probe(
     difference = (outcome.attended.out - exact)[0, 0].astype(jnp.float32)
     norm = jnp.linalg.norm(exact[0, 0].astype(jnp.float32), axis=-1)
     errors, whole = jnp.linalg.norm(difference, axis=-1) / norm, jnp.linalg.norm(difference) / jnp.linalg.norm(norm)
-    return outcome.state, outcome.shared or shared, errors, whole, outcome.tokens[:, 0]
+    estimates = policy.report(outcome.state, replace(lengths, clock=lengths.clock + 1)).estimates
+    estimate = jnp.float32(jnp.nan) if estimates is None else estimates[0, 0]
+    return outcome.state, outcome.shared or shared, errors, whole, outcome.tokens[:, 0], estimate

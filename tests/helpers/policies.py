@@ -114,6 +114,12 @@ POLICIES = (
     Row(
         "tolerant", Tolerant(budget=64, tolerance=0.2), lambda n: Tolerant(budget=64, tolerance=1e-12, max_budget=n), slow=True
     ),
+    Row(
+        "tolerant-look",
+        Tolerant(budget=64, tolerance=0.05, look=4, compact_every=32),
+        lambda n: Tolerant(budget=64, tolerance=1e-12, look=4, compact_every=32, max_budget=2 * n),
+        slow=True,
+    ),
     Row("coded", Coded(budget=64, compact_every=32), lambda n: Coded(budget=2 * n, compact_every=32), slow=True),
     Row("coded-pages", Coded(budget=64, singly=False), lambda n: Coded(budget=2 * n, singly=False), slow=True),
     Row("packed", Packed(budget=64, compact_every=32), lambda n: Packed(budget=2 * n, compact_every=32), slow=True),

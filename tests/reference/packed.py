@@ -16,16 +16,23 @@ from tests.reference.clustered import Reference
 
 
 @functools.partial(jax.jit, static_argnames="bits")
-def _coded(x: jax.Array, mask: jax.Array, bits: int) -> jax.Array:
+def _coded(x: jax.Array, mask: jax.Array, bits: int) -> tuple[jax.Array, ...]:
     codes = encode_keys(x[None, None, None], mask[None, None, None], bits, "int8")
-    return decode_keys(codes, len(x), bits, "float32")[0, 0, 0]
+    return decode_keys(codes, len(x), bits, "float32")[0, 0, 0], codes.step.read()[0, 0, 0], codes.low.scale, codes.step.scale
 
 
 def coded(x: np.ndarray, page_size: int, bits: int) -> np.ndarray:
     """Returns the vectors [n, H] of a page as their codes stand for them."""
+    return coded_with_variance(x, page_size, bits)[0]
+
+
+def coded_with_variance(x: np.ndarray, page_size: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `coded`, and the variance [H] of what rounding adds to a channel (`icejax.ops.pages.code_error`)."""
     padded = np.zeros((page_size, x.shape[1]), np.float32)
     padded[: len(x)] = x
-    return np.asarray(_coded(padded, jnp.arange(page_size) < len(x), bits))[: len(x)].astype(np.float64)
+    vectors, step, *scales = (np.asarray(y, np.float64) for y in _coded(padded, jnp.arange(page_size) < len(x), bits))
+    s, t = (y.item() for y in scales)
+    return vectors[: len(x)], step**2 / 12 + (2 * s**2 + (2**bits - 1) ** 2 * t**2) / (24 * max(len(x), 1))
 
 
 def rest(scores: np.ndarray, near: np.ndarray, values: np.ndarray, wanted: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -199,8 +199,8 @@ def _exact_attention(heads: Heads, q: Float[Array, "B 1 N H"], seen: Int[Array, 
     return attend_all(q, keys, values, mask, scoring=heads.scoring)[0]
 
 
-def _slots_of(planes: Fetched, ids: Int[Array, "B K M"]) -> Fetched:
-    """Returns single slots [B, K, M, 1, W] of planes [B, K, P, p, W]."""
+def _slots_of(planes: tuple[jax.Array, ...], ids: Int[Array, "B K m"]) -> tuple[jax.Array, ...]:
+    """Returns single slots [B, K, m, 1, W] of planes of pages."""
     return at(tuple(x.reshape(*x.shape[:2], -1, 1, x.shape[-1]) for x in planes), ids)
 
 

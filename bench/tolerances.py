@@ -1,0 +1,70 @@
+"""What a tolerance buys and how well it holds: rows of ``python -m bench.calibrate --tolerances 0.05,0.01 --look 4``.
+
+The cache `tolerant` runs in a model that reads questions about real text (`bench.texts`) and then their true continuations. In
+every step the estimate that it reports is compared with the true error of its attention, both means over heads and over the
+layers that are not dense. A JSON line per model, length, budget, tolerance and `look` has the true error, mean and largest of a
+step; `within`, the share of steps whose true error is at most the tolerance; `coverage` and `ratio` as `bench.calibrate`; and
+`attended`, the tokens that a query head attended to exactly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from bench import panel, texts
+from bench.compare.forced import Asked, Forced
+from bench.compare.text import SHORT, Text
+from bench.flags import numbers
+from icejax.cache.policies.tolerant import Tolerant
+from icejax.checks.errors import InputError
+from icejax.checks.numbers import integer
+
+
+def rows(arguments: argparse.Namespace) -> Iterator[dict]:
+    """Yields a row per model, length, look, tolerance and budget; InputError for invalid options."""
+    lengths = numbers("--lengths", arguments.lengths, least=texts.SHORTEST + SHORT)
+    prompts = integer("--prompts", arguments.prompts, least=1)
+    for name, model, tokenizer in panel.readers(arguments.model, panel=arguments.panel, dtype="float32"):
+        for length in lengths:
+            asked = []
+            for task, number in itertools.product(texts.TASKS, range(prompts)):
+                document = texts.document(tokenizer, task, tokens=length - SHORT, number=number)
+                asked.append(Asked.of(Text.read(model, document.tokens), document.questions[0]))
+            looks = [None] if arguments.look is None else [None, arguments.look]
+            for budget, look, tolerance in itertools.product(
+                numbers("--budgets", arguments.budgets), looks, _numbers(arguments.tolerances)
+            ):
+                policy = Tolerant(budget=budget, look=look, tolerance=tolerance)
+                labels = dict(model=name, length=length, budget=budget, look=look, tolerance=tolerance)
+                yield labels | _figures(Forced(model, policy, length=length), asked, tolerance)
+                jax.clear_caches()  # the programs of many policies need more mappings than Linux allows
+
+
+def _figures(subject: Forced, asked: list[Asked], tolerance: float) -> dict:
+    """Returns how a policy's estimates compare with the true errors in the steps of all questions."""
+    measured = [subject.measured(question) for question in asked]
+    true, estimates, tokens = (
+        np.concatenate([x[:, subject.layers] for x in arrays]).mean(1)
+        for arrays in zip(*((x.errors.mean(2), x.estimates, x.tokens[..., 0]) for x in measured), strict=True)
+    )
+    figures = dict(
+        error=true.mean(),
+        largest=true.max(),
+        within=(true <= tolerance).mean(),
+        coverage=(estimates >= true).mean(),
+        ratio=np.median(estimates / true),
+        attended=tokens.mean(),
+    )
+    return dict(steps=len(true)) | {name: float(f"{value:.3g}") for name, value in figures.items()}
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"--tolerances must be numbers, comma-separated, got {text!r}") from None
