@@ -179,3 +179,9 @@ def test_a_text_that_cannot_be_scored_is_refused(tmp_path, text, lengths, messag
         perplexity.task(setting(text=None if text is None else file, lengths=lengths))
     with pytest.raises(InputError, match="cannot be read: No such file"):
         perplexity.task(setting(text=tmp_path / "nowhere"))
+
+
+def test_the_harness_makes_a_task_of_ours_without_a_warning(caplog):
+    task = niah.task(setting(lengths=(512, 1024)))
+    assert [row["length"] for row in task.test_docs()] == [512] * 11 + [1024] * 11
+    assert not caplog.records

@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import datasets
-
 from icejax.checks.errors import InputError
 from icejax.evaluation.generated.library import Excerpt, Function, excerpt
 from icejax.evaluation.generated.similarity import scores
+from icejax.evaluation.own_task import OwnTask
 from icejax.evaluation.setting import TEMPLATE, Setting
 
 INSTRUCTION = (
@@ -28,7 +27,7 @@ NEAR = 5  # percent that a function may stand away from its depth
 DRAWS = 100  # texts that are tried for one with a described function there
 
 
-def task(setting: Setting) -> dict[str, Any]:
+def task(setting: Setting) -> OwnTask:
     """Returns the task: a sample for each depth and length.
 
     Raises:
@@ -50,10 +49,9 @@ def task(setting: Setting) -> dict[str, Any]:
         found, near = scores(BEGUN + answers[0] + END + "\n", target, code.functions)
         return dict(found=found, similarity=near)
 
-    return dict(
+    return OwnTask(
+        rows,
         task="find_function",
-        custom_dataset=lambda **_: {"test": datasets.Dataset.from_list(rows)},
-        test_split="test",
         output_type="generate_until",
         doc_to_text=text,
         doc_to_target=lambda doc: sample(doc["length"], doc["depth"])[1].source,
@@ -62,7 +60,6 @@ def task(setting: Setting) -> dict[str, Any]:
         process_results=results,
         metric_list=[dict(metric=name, aggregation="mean", higher_is_better=True) for name in ("found", "similarity")],
         num_fewshot=0,
-        metadata=dict(version=1.0),
     )
 
 

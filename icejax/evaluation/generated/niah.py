@@ -13,12 +13,11 @@ import json
 import re
 import zlib
 from pathlib import Path
-from typing import Any
 
-import datasets
 import numpy as np
 
 from icejax.checks.errors import InputError
+from icejax.evaluation.own_task import OwnTask
 from icejax.evaluation.setting import TEMPLATE, Setting
 
 ESSAYS = "ruler/essays/PaulGrahamEssays.json.gz"
@@ -36,7 +35,7 @@ SENTENCE = re.compile(r"(?<=[.!?])(?=\s)|(?=\n\n)")  # or a paragraph, such as a
 LONGEST = 8  # characters of a token, on average
 
 
-def task(setting: Setting) -> dict[str, Any]:
+def task(setting: Setting) -> OwnTask:
     """Returns the task: a sample for each depth and length.
 
     Raises:
@@ -45,10 +44,9 @@ def task(setting: Setting) -> dict[str, Any]:
     lengths = setting.lengths_for("niah", LENGTHS, least=512)
     hay = Haystack(setting, most=max(lengths))
     rows = [dict(length=length, depth=depth) for length in lengths for depth in DEPTHS]
-    return dict(
+    return OwnTask(
+        rows,
         task="niah",
-        custom_dataset=lambda **_: {"test": datasets.Dataset.from_list(rows)},
-        test_split="test",
         output_type="generate_until",
         doc_to_text=lambda doc: hay.prompt(doc["length"], doc["depth"]),
         doc_to_target=lambda _: ANSWER,
@@ -57,7 +55,6 @@ def task(setting: Setting) -> dict[str, Any]:
         process_results=lambda _, answers: dict(found=score(answers[0])),
         metric_list=[dict(metric="found", aggregation="mean", higher_is_better=True)],
         num_fewshot=0,
-        metadata=dict(version=1.0),
     )
 
 

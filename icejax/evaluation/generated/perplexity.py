@@ -10,11 +10,10 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-import datasets
 from lm_eval.api.instance import Instance
-from lm_eval.api.task import ConfigurableTask
 
 from icejax.checks.errors import InputError
+from icejax.evaluation.own_task import OwnTask
 from icejax.evaluation.setting import Setting
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -22,17 +21,17 @@ SCORED = 128  # tokens behind each position
 WINDOWS = 4  # most of each position
 
 
-class Forced(ConfigurableTask):
+class Forced(OwnTask):
     """A task whose requests are forced tokens (`HarnessModel.token_logprobs`).
 
     Attributes:
         window: returns the tokens of a sample, those in front and the scored ones.
     """
 
-    def __init__(self, config: dict[str, Any], *, window: Callable[[dict[str, Any]], list[int]]) -> None:
-        """Takes the harness's config of the task."""
+    def __init__(self, rows: list[dict[str, Any]], *, window: Callable[[dict[str, Any]], list[int]], **config: Any) -> None:
+        """Takes the samples, and the harness's config of the task."""
         self.window = window
-        super().__init__(config=config)
+        super().__init__(rows, **config)
 
     def fewshot_context(self, doc: dict[str, Any], *_: Any, **__: Any) -> str:
         """Returns the name of a window; a chat template has no place in the text."""
@@ -73,19 +72,17 @@ def task(setting: Setting) -> Forced:
         if (first := number * (length - len(begin) + SCORED)) + length - len(begin) + SCORED <= len(tokens)
     ]
     name = f"{setting.text.name} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    config = dict(
+    return Forced(
+        rows,
+        window=window,
         task="perplexity",
-        custom_dataset=lambda **_: {"test": datasets.Dataset.from_list(rows)},
-        test_split="test",
         output_type="generate_until",
         doc_to_text=lambda doc: f"{name}, {doc['length']} tokens from {doc['first']}",
         doc_to_target=lambda _: "",
         process_results=lambda _, answers: dict(nll=-sum(answers[0]) / len(answers[0])),
         metric_list=[dict(metric="nll", aggregation="mean", higher_is_better=False)],
         num_fewshot=0,
-        metadata=dict(version=1.0),
     )
-    return Forced(config, window=window)
 
 
 def read(setting: Setting) -> str:

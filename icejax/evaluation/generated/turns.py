@@ -12,13 +12,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import datasets
 from lm_eval.api.instance import Instance
-from lm_eval.api.task import ConfigurableTask
 
 from icejax.checks.errors import InputError
 from icejax.evaluation.generated.library import Excerpt, Function, excerpt
 from icejax.evaluation.generated.similarity import scores
+from icejax.evaluation.own_task import OwnTask
 from icejax.evaluation.setting import TEMPLATE, Setting
 
 QUESTION = "Repeat the function `{}` of {} from the code above exactly, in a code block wrapped by ```:\n"
@@ -31,7 +30,7 @@ CLOSED = 8  # tokens of an answer beside the function
 ANSWER_TOKENS, QUESTION_TOKENS = 256, 96  # most of each; a question's with its chat template
 
 
-class Turns(ConfigurableTask):
+class Turns(OwnTask):
     """A task whose requests are conversations (`HarnessModel.converse`).
 
     Attributes:
@@ -40,11 +39,16 @@ class Turns(ConfigurableTask):
     """
 
     def __init__(
-        self, config: dict[str, Any], *, asked: Callable[[dict[str, Any]], tuple[list[str], list[int]]], shared: bool
+        self,
+        rows: list[dict[str, Any]],
+        *,
+        asked: Callable[[dict[str, Any]], tuple[list[str], list[int]]],
+        shared: bool,
+        **config: Any,
     ) -> None:
-        """Takes the harness's config of the task."""
+        """Takes the samples, and the harness's config of the task."""
         self.asked, self.shared = asked, shared
-        super().__init__(config=config)
+        super().__init__(rows, **config)
 
     def fewshot_context(self, doc: dict[str, Any], *_: Any, system_instruction: str | None = None, **__: Any) -> str:
         """Returns the text; the session writes the chat template."""
@@ -90,19 +94,18 @@ def _task(name: str, setting: Setting, *, shared: bool) -> Turns:
         return found | dict(similarity=sum(near for _, near in values) / len(values))
 
     names = [*(f"turn_{turn}" for turn in range(1, TURNS + 1)), "similarity"]
-    config = dict(
+    return Turns(
+        rows,
+        asked=asked,
+        shared=shared,
         task=name,
-        custom_dataset=lambda **_: {"test": datasets.Dataset.from_list(rows)},
-        test_split="test",
         output_type="generate_until",
         doc_to_text=lambda doc: sample(doc["length"], doc["number"])[0].text,
         doc_to_target=lambda doc: [function.source for function in sample(doc["length"], doc["number"])[1]],
         process_results=results,
         metric_list=[dict(metric=metric, aggregation="mean", higher_is_better=True) for metric in names],
         num_fewshot=0,
-        metadata=dict(version=1.0),
     )
-    return Turns(config, asked=asked, shared=shared)
 
 
 def _answer_tokens(setting: Setting, function: Function) -> int:

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
-
 from icejax.checks.errors import InputError
+from icejax.evaluation.own_task import OwnTask
 from icejax.evaluation.setting import Setting
 from icejax.evaluation.tasks import evalplus
 from icejax.evaluation.tasks.files import json_lines
@@ -49,7 +48,7 @@ def has(name: str) -> bool:
     return name in FILES
 
 
-def task(name: str, setting: Setting) -> dict[str, Any]:
+def task(name: str, setting: Setting) -> OwnTask:
     """Returns a task of the harness, with the problems of a file in the data folder.
 
     Raises:
@@ -63,7 +62,7 @@ def task(name: str, setting: Setting) -> dict[str, Any]:
 
 def code_task(
     name: str, rows: list[dict[str, str]], score: Callable[[dict, list[str]], dict], *, until: list[str], **form: str
-) -> dict[str, Any]:
+) -> OwnTask:
     """Returns a task whose answers are programs.
 
     Args:
@@ -75,16 +74,15 @@ def code_task(
         InputError: this machine cannot run programs safely.
     """
     check_sandbox()
-    return form | dict(
+    return OwnTask(
+        rows,
         task=name,
-        custom_dataset=lambda **_: {"test": datasets.Dataset.from_list(rows)},
-        test_split="test",
         output_type="generate_until",
         doc_to_target="",
         generation_kwargs=dict(until=until, max_gen_toks=1024, do_sample=False),
         process_results=score,
         metric_list=[dict(metric="pass@1", aggregation="mean", higher_is_better=True)],
-        metadata=dict(version=1.0),
+        **form,
     )
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import datasets
 from lm_eval.api.group import Group
-from lm_eval.api.task import ConfigurableTask
 from lm_eval.config.group import AggMetricConfig
+
+from icejax.evaluation.own_task import OwnTask
 
 SCORE = "score"  # the metric of our tasks, from 0 to 1
 
 
-class UnchattedTask(ConfigurableTask):
+class UnchattedTask(OwnTask):
     """A task whose prompts no chat template wraps: a model continues them."""
 
     def fewshot_context(self, doc: dict, num_fewshot: int, *_: Any, gen_prefix: str | None = None, **__: Any) -> str:
@@ -30,7 +30,7 @@ def generation_task(
     until: tuple[str, ...] = (),
     prefixed: bool = False,
     chat: bool = True,
-) -> ConfigurableTask:
+) -> OwnTask:
     """Returns a task of the harness.
 
     Args:
@@ -41,10 +41,9 @@ def generation_task(
         prefixed: whether each sample has a `prefix` that its answer begins with.
         chat: whether prompts go into the chat template where one is asked for.
     """
-    config = dict(
+    return (OwnTask if chat else UnchattedTask)(
+        rows,
         task=name,
-        custom_dataset=lambda **_: {"test": datasets.Dataset.from_list(rows)},
-        test_split="test",
         output_type="generate_until",
         doc_to_text="prompt",
         doc_to_target="",
@@ -54,12 +53,10 @@ def generation_task(
         process_results=lambda row, answers: {SCORE: score(row, answers[0])},
         metric_list=[dict(metric=SCORE, aggregation="mean", higher_is_better=True)],
         num_fewshot=0,
-        metadata=dict(version=1.0),
     )
-    return (ConfigurableTask if chat else UnchattedTask)(config=config)
 
 
-def group(name: str, tasks: list[ConfigurableTask]) -> Group:
+def group(name: str, tasks: list[OwnTask]) -> Group:
     """Returns tasks as a group, whose score is the mean of theirs, each of the same weight."""
     metric = AggMetricConfig(metric=SCORE, aggregation="mean", weight_by_size=False, filter_list=["none"])
     tasks_together = Group(name=name, aggregate_metric_list=[metric], metadata=dict(version=1.0))

@@ -11,9 +11,9 @@ from typing import Any
 import lm_eval
 import yaml
 from lm_eval.api.group import Group
-from lm_eval.api.task import Task
 
 from icejax.checks.errors import InputError
+from icejax.evaluation.own_task import OwnTask
 from icejax.evaluation.setting import Setting
 from icejax.evaluation.tasks import code, longbench, mbpp, retrieval, ruler
 
@@ -30,7 +30,7 @@ def has(name: str) -> bool:
     return name in LOCAL or any(module.has(name) for module in OURS)
 
 
-def local_task(name: str, setting: Setting) -> dict[str, Any] | Task | Group:
+def local_task(name: str, setting: Setting) -> dict[str, Any] | OwnTask | Group:
     """Returns a task or group that `has` knows.
 
     Raises:

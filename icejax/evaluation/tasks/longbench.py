@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval.api.group import Group
-from lm_eval.api.task import ConfigurableTask
 
 from icejax.checks.errors import InputError
 from icejax.evaluation.harness import HarnessModel
+from icejax.evaluation.own_task import OwnTask
 from icejax.evaluation.setting import Setting
 from icejax.evaluation.tasks.files import json_document, json_lines
 from icejax.evaluation.tasks.generation import generation_task, group
@@ -33,7 +33,7 @@ def has(name: str) -> bool:
     return name == GROUP or name.removeprefix(f"{GROUP}_") in SCORES and name.startswith(f"{GROUP}_")
 
 
-def task(name: str, setting: Setting) -> ConfigurableTask | Group:
+def task(name: str, setting: Setting) -> OwnTask | Group:
     """Returns the group of all data sets, or the task of one.
 
     Raises:
@@ -44,7 +44,7 @@ def task(name: str, setting: Setting) -> ConfigurableTask | Group:
     return _task(name.removeprefix(f"{GROUP}_"), setting)
 
 
-def _task(dataset: str, setting: Setting) -> ConfigurableTask:
+def _task(dataset: str, setting: Setting) -> OwnTask:
     name, chat = f"{GROUP}_{dataset}", dataset not in CONTINUED
     for package in PACKAGES.get(SCORES[dataset], ()):
         if importlib.util.find_spec(package) is None:

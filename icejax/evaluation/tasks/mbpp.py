@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from icejax.evaluation.own_task import OwnTask
 from icejax.evaluation.setting import Setting
 from icejax.evaluation.tasks import code, evalplus
 from icejax.evaluation.tasks.files import json_lines
@@ -77,7 +78,7 @@ def has(name: str) -> bool:
     return name in NAMES
 
 
-def task(name: str, setting: Setting) -> dict[str, Any]:
+def task(name: str, setting: Setting) -> OwnTask:
     """Returns a task of the harness, with the problems of the file in the data folder.
 
     Raises:

@@ -11,8 +11,8 @@ import re
 from typing import Any
 
 from lm_eval.api.group import Group
-from lm_eval.api.task import ConfigurableTask
 
+from icejax.evaluation.own_task import OwnTask
 from icejax.evaluation.setting import Setting
 from icejax.evaluation.tasks.files import json_lines
 from icejax.evaluation.tasks.generation import generation_task, group
@@ -34,7 +34,7 @@ def has(name: str) -> bool:
     return name in (PAIRS, LINES, *(f"{LINES}_{count}" for count in COUNTS))
 
 
-def task(name: str, setting: Setting) -> ConfigurableTask | Group:
+def task(name: str, setting: Setting) -> OwnTask | Group:
     """Returns the task of key-value pairs, that of one number of lines, or the group of all numbers of lines.
 
     Raises:
@@ -48,7 +48,7 @@ def task(name: str, setting: Setting) -> ConfigurableTask | Group:
     return _lines_task(name, setting)
 
 
-def _lines_task(name: str, setting: Setting) -> ConfigurableTask:
+def _lines_task(name: str, setting: Setting) -> OwnTask:
     file = setting.data / "longchat" / f"{name.removeprefix(LINES + '_')}_lines.jsonl.gz"
     rows = json_lines(file, _lines, what="lines", fields="prompt and expected_number")
     return generation_task(name, rows, _last_number, new_tokens=NEW_TOKENS)

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from lm_eval.api.group import Group
-from lm_eval.api.task import ConfigurableTask
 
 from icejax.checks.errors import InputError
+from icejax.evaluation.own_task import OwnTask
 from icejax.evaluation.setting import Setting
 from icejax.evaluation.tasks import ruler_needles, ruler_questions, ruler_words
 from icejax.evaluation.tasks.files import json_document
@@ -39,7 +39,7 @@ def sized(name: str, lengths: Sequence[int] | None) -> list[str]:
     return [name] if match is None or match[2] or not lengths else [f"{name}_{length}" for length in lengths]
 
 
-def task(name: str, setting: Setting) -> ConfigurableTask | Group:
+def task(name: str, setting: Setting) -> OwnTask | Group:
     """Returns the task that a name and the length behind it say, 4,096 tokens without one, or the group of all made tasks.
 
     Raises:
@@ -54,7 +54,7 @@ def task(name: str, setting: Setting) -> ConfigurableTask | Group:
     return _task(name, kind, length, setting)
 
 
-def _task(name: str, kind: str, length: int, setting: Setting) -> ConfigurableTask:
+def _task(name: str, kind: str, length: int, setting: Setting) -> OwnTask:
     asked, samples = kind in ruler_questions.FILES, min(SAMPLES, setting.limit or SAMPLES)
 
     def count(text: str) -> int:

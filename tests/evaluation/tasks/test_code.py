@@ -93,8 +93,8 @@ def test_a_task_runs_what_the_model_was_asked_for(tmp_path, name, answer):
     (tmp_path / "evalplus").mkdir()
     write(tmp_path, PLUS).rename(tmp_path / code.FILES[name])
     task = code.task(name, Setting(words.model(), tmp_path))
-    [problem] = task["custom_dataset"]()["test"]
-    assert [task["process_results"](problem, [text]) for text in (answer, answer + " + 1")] == [
+    [problem] = task.test_docs()
+    assert [task.process_results(problem, [text]) for text in (answer, answer + " + 1")] == [
         {"pass@1": 1.0},
         {"pass@1": 0.0},
     ]
