@@ -9,6 +9,8 @@ per formation of pages, page size, method and budget (docs/cache.md explains the
 - `mass`: share of the attention mass outside sinks and window that is attended exactly.
 - `recall`: share of each head's top tokens that are attended exactly.
 
+Pages are compared on captured attention, so no token is decoded: `bench.compare --model` has divergences and answers.
+
 A budget includes the sinks and the full window of the clustered cache: 32 and 32 tokens at 256, 16 and 32 at 128, 8 and 24 at
 64.
 """

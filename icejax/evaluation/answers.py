@@ -80,7 +80,7 @@ class Answers:
         self._answers[key], self._measured[key] = answer, measured
 
     def add(self, key: str, answer: Any, measured: dict[str, Any]) -> None:
-        """Takes an answer and what it took, and writes both to the file at once."""
+        """Takes an answer and its cost, and writes both to the file at once."""
         self._keep(key, answer, measured)
         if self._file is not None:
             self._file.write(json.dumps(dict(request=key, answer=answer, measured=measured)).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""What the tasks of icejax are made from: the model's tokenizer and context, and what the command line gives."""
+"""The setting of icejax's own tasks: the model's tokenizer and context, and the command line's options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Setting:
         data: folder of local files.
         limit: number of samples of each task that are asked for; None: all.
         chat_tokens: number of tokens that the chat template and the system message add to a prompt; 0 without a template.
-        lengths: numbers of tokens of the samples, prompt and answer together; None: those of the task.
+        lengths: numbers of tokens of the samples, prompt and answer together; None: the task's own.
         text: the file whose perplexity is measured.
     """
 

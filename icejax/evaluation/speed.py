@@ -1,6 +1,6 @@
 """Time of a prompt and of an answer on a model, alone and behind a text: what `icejax bench` prints.
 
-The tests and their names are those of llama.cpp's llama-bench: pp512 is a prompt of 512 tokens, tg128 an answer of 128, and
+Tests and names follow llama.cpp's llama-bench: pp512 is a prompt of 512 tokens, tg128 an answer of 128, and
 "@ d4096" puts them behind 4,096 tokens that are not timed.
 """
 
@@ -30,7 +30,7 @@ from icejax.models.decoder import CausalLM
 
 @dataclass(frozen=True)
 class SpeedTest:
-    """What is timed: a prompt or an answer, behind a text or nothing.
+    """A timed test: a prompt or an answer, behind a text or nothing.
 
     Attributes:
         tokens: tokens that the time covers.

@@ -19,7 +19,7 @@ INSTRUCTION = (
     "Based on the function description and code context, please retrieve and repeat the exact described function from the code "
     "context in a code block wrapped by ```:"
 )
-BEGUN, END = "```python\n", "\n```"  # what an answer begins with, and where its code ends
+BEGUN, END = "```python\n", "\n```"  # beginning of an answer, end of its code
 LENGTHS = (2048, 4096, 8192)
 DEPTHS = tuple(range(5, 100, 10))  # percent
 ANSWER_TOKENS = 512

@@ -1,6 +1,6 @@
 """Functions of Python's standard library as the text of tasks, the same wherever a version of Python runs.
 
-Sources are those of `ast.unparse`, without docstrings and comments, so that no description is in the text.
+Sources come from `ast.unparse`, without docstrings and comments, so that the text has no description.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _function(path: str, node: ast.FunctionDef) -> Function:
 
 
 def without_docstrings(node: ast.FunctionDef) -> ast.FunctionDef:
-    """Returns the node; its docstring, and those of what is defined in it, are removed."""
+    """Returns the node; its docstring and the docstrings of definitions in it are removed."""
     for inner in ast.walk(node):
         if (
             isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))

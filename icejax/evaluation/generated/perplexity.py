@@ -1,7 +1,7 @@
 """Perplexity of a text file by position: how well the text is predicted behind so many tokens of it, with a cache.
 
 For each position p the first p tokens are prefilled, exactly, and the next `SCORED` tokens are forced into the decode steps one
-after another, so their log-likelihoods are those of the cache. Later windows of the file begin where the one before ended.
+after another, so the cache decides their log-likelihoods. Later windows of the file begin where the one before ended.
 """
 
 from __future__ import annotations

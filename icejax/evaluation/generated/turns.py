@@ -113,7 +113,7 @@ def _answer_tokens(setting: Setting, function: Function) -> int:
 
 
 def _sample(setting: Setting, length: int, number: int) -> tuple[Excerpt, tuple[Function, ...]]:
-    """Returns functions, and those that are asked for: from the end, the beginning and the middle of the text.
+    """Returns functions, and the three that are asked for: from the end, the beginning and the middle of the text.
 
     The first stands behind the others, so that each question goes back.
     """

@@ -1,4 +1,4 @@
-"""What is recorded of a run beside its scores: model, cache, versions, and the tokens, seconds and bytes of its answers."""
+"""The record of a run beside its scores: model, cache, versions, and the tokens, seconds and bytes of its answers."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def about(harness_model: HarnessModel, name: str, *, chat: bool) -> dict[str, An
 
 
 def _took(harness_model: HarnessModel, keys: set[str]) -> dict[str, Any]:
-    """Returns what the answers to a task took: medians of tokens and seconds, and the most bytes.
+    """Returns the cost of the answers to a task: medians of tokens and seconds, and the most bytes.
 
-    Bytes are reserved for a row. Seconds per token are those of a row among the `batch_size` that decode together.
+    Bytes are reserved for a row. Seconds per token are measured on rows that decode together, `batch_size` of them.
     """
     rows = [harness_model.answers.measured(key) for key in keys]
 

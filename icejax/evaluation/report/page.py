@@ -113,7 +113,7 @@ def _task(name: str, runs: list[Run], found: list[dict[str, Any]]) -> dict[str, 
 
 
 def _named(runs: list[Run]) -> list[tuple[str, Run]]:
-    """Returns the runs by their caches; with the folder where two have the same, with the model where there are several."""
+    """Returns the runs by their caches; with the folder if two have the same, with the model if the runs are of several."""
     several = len({run.about["model"] for run in runs}) > 1
     labels = [f"{run.about['model']}: {run.label}" if several else run.label for run in runs]
     counts = Counter(labels)

@@ -1,4 +1,4 @@
-"""Scores by the length of the prompt, and by the depth of what is asked for."""
+"""Scores by the length of the prompt, and by the depth at which the answer stands."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def _mib(count: int | None) -> float | None:
 
 @matplotlib.rc_context(SETTINGS)
 def costs(rows: list[dict[str, Any]]) -> str:
-    """Returns the scores of one task against what they cost, a line of panels for each metric.
+    """Returns the scores of one task against their cost, a line of panels for each metric.
 
     A cache without a budget attends to all tokens: it is a dashed line across the panel of budgets.
     """

@@ -36,7 +36,7 @@ def size(count: int | None) -> str:
 
 
 def text(rows: list[dict[str, Any]]) -> str:
-    """Returns the rows as a table for the terminal, with the model's name where there are several."""
+    """Returns the rows as a table for the terminal, with the model's name if the rows are of several."""
     several = len({row["model"] for row in rows}) > 1
     table = Table(*(["model"] if several else []), *HEADS)
     for row in rows:

@@ -1,6 +1,6 @@
 """HumanEval and HumanEval+ as tasks of the harness: a model completes Python functions, and tests run on them in the sandbox.
 
-HumanEval is Chen et al. 2021 (arXiv 2107.03374), HumanEval+ Liu et al. 2023 (arXiv 2305.01210). The files are those of
+HumanEval is Chen et al. 2021 (arXiv 2107.03374), HumanEval+ Liu et al. 2023 (arXiv 2305.01210). The files come from
 openai/human-eval and evalplus/humanevalplus_release. Prompts and stop strings are the paper's. The `_instruct` tasks ask in the
 words of Qwen2.5-Coder's own evaluation (qwencoder-eval/instruct/eval_plus in its repository) and are for chats.
 """
@@ -23,7 +23,7 @@ BASE, PLUS, INSTRUCT = "humaneval/HumanEval.jsonl.gz", "evalplus/HumanEvalPlus.j
 FILES = {"humaneval": BASE, "humaneval_plus": PLUS, "humaneval_instruct": BASE, "humaneval_plus_instruct": PLUS}
 STOPS = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]  # §3.2 of the paper: lines that begin after the function
 ASKED = "Can you complete the following Python function?\n```python\n{{prompt}}\n```"
-BEGUN, END = "```python\n", "\n```"  # what the answer to it begins with, and where its code ends
+BEGUN, END = "```python\n", "\n```"  # beginning of its answer, end of the answer's code
 FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 SECONDS = 20  # of processor time for all tests of a function
 IMPORTED = "import collections, decimal, hashlib, heapq, json, math, random, re, typing"  # what completions use most

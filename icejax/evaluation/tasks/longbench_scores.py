@@ -5,7 +5,7 @@ Their quirks are part of the scores that papers print, so they stay:
 - a class that is part of the right one's name is removed from a list while a loop reads the list, which skips the next name;
 - code is compared by its first line without a backtick, "#" or "//", which may be empty, by `difflib` in whole percent: that is
   fuzzywuzzy without its optional package python-Levenshtein, with which the score is another;
-- ROUGE-L is that of the package `rouge`, over sets of words of sentences; what it cannot score is 0.
+- ROUGE-L is the package `rouge`'s, over sets of words of sentences; an answer that it cannot score gets 0.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ PACKAGES = {rouge_l: ("rouge",), chinese_rouge_l: ("rouge", "jieba"), chinese_qu
 
 
 def best(dataset: str, answer: str, golds: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """Returns the score of an answer: the best over the right ones, 0 if there are none.
+    """Returns the score of an answer: the best over the right ones, 0 without any.
 
     Args:
         dataset: a name in `SCORES`.

@@ -1,9 +1,9 @@
 """MBPP+ as a task of the harness: a model writes a Python function for a sentence and an example, and tests run on it.
 
-MBPP is Austin et al. 2021 (arXiv 2108.07732), MBPP+ Liu et al. 2023 (arXiv 2305.01210). The file is that of
-evalplus/mbppplus_release. Prompts and stop strings are those of Qwen2.5-Coder's own evaluation (qwencoder-eval/base and
+MBPP is Austin et al. 2021 (arXiv 2108.07732), MBPP+ Liu et al. 2023 (arXiv 2305.01210). The file comes from
+evalplus/mbppplus_release. Prompts and stop strings follow Qwen2.5-Coder's own evaluation (qwencoder-eval/base and
 qwencoder-eval/instruct in its repository). The types of inputs, which JSON does not hold, and the problems with many right
-answers are those of EvalPlus 0.3.1 (evalplus/data/mbpp.py and evalplus/eval/_special_oracle.py, Apache-2.0).
+answers follow EvalPlus 0.3.1 (evalplus/data/mbpp.py and evalplus/eval/_special_oracle.py, Apache-2.0).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _each(x: list[list]) -> list[tuple]:
     return [tuple(y) for y in x]
 
 
-# What the arguments of a call are, by the number of the problem.
+# Types of the arguments of a call, by the number of the problem.
 TYPES: dict[Callable[[list], list], tuple[int, ...]] = {
     lambda call: [tuple(x) for x in call]: (
         (2, 116, 132, 143, 222, 261, 273, 394, 399, 421, 424, 429, 470, 560, 579, 596, 616, 630, 726, 740, 744, 809)
@@ -102,7 +102,7 @@ def problems(file: Path, *, plus: bool = True) -> list[dict[str, str]]:
     """Returns the problems of a file of JSON lines in gzip; values are text, `inputs` a Python expression.
 
     Args:
-        plus: whether EvalPlus's inputs come behind those of MBPP.
+        plus: whether EvalPlus's inputs follow MBPP's.
 
     Raises:
         InputError: the file is missing or is none of problems.

@@ -1,7 +1,7 @@
 """RULER (Hsieh et al. 2024, arXiv 2404.06654) at any length, made with the model's own tokenizer: `ruler_vt_8192`.
 
-Scores are those of scripts/eval/synthetic/constants.py of NVIDIA/RULER: the fraction of the right texts that an answer has, and
-for qa_1 and qa_2 whether it has any of them. The words are those of the package wonderwords, as there.
+Scores follow scripts/eval/synthetic/constants.py of NVIDIA/RULER: the fraction of the right texts that an answer has, and
+for qa_1 and qa_2 whether it has any of them. The words come from the package wonderwords, as RULER's do.
 """
 
 from __future__ import annotations
