@@ -26,7 +26,7 @@ from tests.helpers.commands import run
     [
         (["--promt", "x"], "unrecognized arguments: --promt (did you mean --prompt?)"),
         (["--cache", "clusterd"], "(did you mean clustered?)"),
-        (["--cache-option", "bugdet=3"], "looked (did you mean budget?)"),
+        (["--cache-option", "bugdet=3"], "reuse (did you mean budget?)"),
     ],
 )
 def test_a_name_that_is_nearly_right_is_named(capsys, arguments, message):
