@@ -221,9 +221,9 @@ def test_a_warm_up_has_a_prompt_of_every_size_and_rows_of_every_kind():
         return SimpleNamespace(result=lambda: None)
 
     warm_up(SimpleNamespace(context_length=700, max_new_tokens=5, submit=submit), tokens=600, tell=lambda *x: told.append(x))
-    assert [size for size, _ in asked] == [256, 256, 256, 256, 384, 512, 600, 256, 272, 288, 320, 384, 512]
-    assert len({salt for _, salt in asked[3:8]}) == 5 and len({salt for _, salt in asked[7:]}) == 1
-    assert told[-1] == (13, 13)
+    assert [size for size, _ in asked] == [*[256] * 6, 384, 512, 600, 256, 272, 288, 320, 384, 512]
+    assert len({salt for _, salt in asked[5:10]}) == 5 and len({salt for _, salt in asked[9:]}) == 1
+    assert told[-1] == (15, 15)
     asked.clear()
     warm_up(SimpleNamespace(context_length=700, max_new_tokens=5, submit=submit), tokens=0)
     assert asked == []
