@@ -34,13 +34,15 @@ def test_a_server_has_it(server):
 
 @pytest.mark.slow
 @pytest.mark.skipif(SCHEMATHESIS is None, reason="schemathesis is not installed: its command must be in PATH")
-def test_schemathesis_never_sees_a_500(chatty):
+def test_schemathesis_never_sees_a_500(chatty, tmp_path):
     def start():
         return *chatty, icejax.Engine(*chatty, cache=icejax.Full(), batch_size=2, context_length=64, max_new_tokens=2)
 
     with live(Service(names=("m",), root="m", places=2), start) as server:
         url = f"http://127.0.0.1:{server.port}/openapi.json"
         options = ["--checks", "not_a_server_error", "--max-examples", "40", "--seed", "1", "--phases", "fuzzing"]
-        ran = subprocess.run([SCHEMATHESIS, "run", url, *options], capture_output=True, text=True, timeout=600)
+        command = [SCHEMATHESIS, "run", url, *options]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
         assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
+        assert int(re.search(r"(\d+) generated", ran.stdout)[1]) > 100
         assert server.ask("/health")["status"] == "ok" and server.service.open_answers == 0
