@@ -34,6 +34,8 @@ FAULTS = (
     ("serving/parameters.py", "hashlib.sha256(key.encode()).hexdigest()", "''", "serving/test_lifecycle.py::test_callers_with_other_keys_share_no_cache"),
     ("serving/service.py", "self.open_answers + count > most", "count > most", "serving/test_errors.py::test_a_full_queue_is_told_when_to_come_again"),
     ("serving/streaming.py", "        answers.cancel()\n\n    watcher", "        pass\n\n    watcher", "serving/test_errors.py::test_a_client_that_leaves_ends_its_request[False]"),
+    ("serving/warm.py", 'f"{SALT} {size}"', "SALT", "serving/test_lifecycle.py::test_a_warm_up_has_a_prompt_of_every_size_and_rows_of_every_kind"),
+    ("serving/connections.py", "elif self._headers_timer is None and", "elif False and", "serving/test_connections.py::test_a_client_that_goes_silent_is_cut[half headers]"),
     ("api/choice.py", "(ON_DEVICE, IN_PAGES, paged.us - full.us)", "(IN_PAGES, ON_DEVICE, paged.us - full.us)", "api/test_choice.py::test_the_faster_cache_of_a_measured_pair_is_chosen"),
     ("api/choice.py", "device += device // sizes", "device += 0 * sizes", "api/test_choice.py::test_a_cache_that_does_not_fit_the_device_is_not_chosen"),
     ("api/choice.py", "lengths[fitting - 1] if fitting", "lengths[fitting] if fitting", "api/test_choice.py::test_a_session_begins_on_the_device_and_has_a_second_cache"),

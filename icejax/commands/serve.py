@@ -49,6 +49,10 @@ def parser(name: str) -> Parser:
     group.add_argument("--max-queue", type=int, default=256, metavar="N", help="answers that may wait (default: %(default)s)")
     prefix_help = "host memory for the caches of earlier prompts (default: %(default)s; 0: none)"
     group.add_argument("--prefix-memory", type=float, default=1.0, metavar="GIB", help=prefix_help)
+    dir_help = "folder where caches that several prompts share outlive the server (default: none)"
+    group.add_argument("--prefix-dir", type=Path, metavar="FOLDER", help=dir_help)
+    disk_help = "most that all files in --prefix-dir take (default: %(default)s)"
+    group.add_argument("--prefix-disk", type=float, default=64.0, metavar="GIB", help=disk_help)
     share_help = "most of the time that prompts may take from answers that run (default: %(default)s)"
     group.add_argument("--prefill-share", type=float, default=0.7, metavar="X", help=share_help)
     warm_help = "compile at the start for prompts of up to N tokens (default: %(default)s; 0: for none)"
@@ -78,11 +82,14 @@ def check(arguments: argparse.Namespace) -> None:
     integer("--max-queue", arguments.max_queue, least=0, most=2**20)
     integer("--warmup", arguments.warmup, least=0)
     number("--prefix-memory", arguments.prefix_memory, least=0, most=2**20)
+    number("--prefix-disk", arguments.prefix_disk, least=0, most=2**20)
     number("--prefill-share", arguments.prefill_share, least=0, most=1, above=True)
     number("--drain-seconds", arguments.drain_seconds, least=0, most=1e6)
     options.policy(arguments)
     options.template_arguments(arguments)
     options.memory_limits(arguments)
+    if arguments.prefix_dir is not None and not arguments.prefix_memory:
+        raise InputError("--prefix-dir stores what --prefix-memory holds, which is 0: give both, or leave --prefix-dir out")
     for name in arguments.served_model_name:
         if not name.strip() or not name.isprintable():
             raise InputError(f"--served-model-name must be printable text, got {quoted(name)}")
@@ -123,13 +130,15 @@ def url(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def sizes(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options of `Engine` that are numbers."""
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the sizes of an `Engine`, and the folder of its prefixes."""
     return dict(
         batch_size=arguments.slots,
         context_length=arguments.context_length,
         max_new_tokens=arguments.max_new_tokens,
         prefill_share=arguments.prefill_share,
         prefix_memory=int(arguments.prefix_memory * 2**30),
+        prefix_dir=arguments.prefix_dir,
+        prefix_disk=int(arguments.prefix_disk * 2**30),
         max_queue=2**31 - 1,  # the server counts what waits
     )

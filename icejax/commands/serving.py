@@ -62,7 +62,7 @@ def run(
             service.sampling = proposed_sampling(folder)
             Sampling(**service.sampling)
         cache, limits = options.policy(arguments), options.memory_limits(arguments)
-        engine = Engine(model, tokenizer, cache=cache, **limits, **serve.sizes(arguments))
+        engine = Engine(model, tokenizer, cache=cache, **limits, **serve.engine_options(arguments))
         if engine.cache_choice is not None:
             tell_cache(arguments, engine.cache_choice, console)
         with Phases(console, quiet=arguments.quiet) as phases:

@@ -231,5 +231,7 @@ def _with_same_fields(*states: DecodeState) -> list[DecodeState]:
     if any(sampling is not None for sampling in samplings):
         samplings = [x or RowSampling.of([Sampling()] * size) for x, size in zip(samplings, sizes, strict=True)]
     penalties = with_same_arrays([state.penalties for state in states], sizes)
+    # Committed to the device as a step's results are, or what takes them compiles twice.
+    samplings, penalties = jax.device_put((samplings, penalties), devices.device())
     options = zip(states, samplings, penalties, strict=True)
     return [replace(state, sampling=sampling, penalties=penalty) for state, sampling, penalty in options]

@@ -30,14 +30,14 @@ def choose_first(
         lengths: number of tokens of each row.
         state: the state after the texts, before any token was chosen.
     """
-    state, step = _choose(model.ends, x, lengths, state, plan=plan)
-    # A step's results are committed to the device, so the first state must be too, or the step's program compiles twice.
-    return jax.device_put(state, devices.device()), step
+    # Two programs: one for each padded length, and one for each kind of sampling options.
+    return choose_from(_logits_behind(model.ends, x, lengths), state, plan)
 
 
 def choose_from(logits: Float[Array, "B V"], state: DecodeState, plan: Plan) -> tuple[DecodeState, Step]:
     """Returns what `choose_first` does, from the logits behind texts that are in the cache. Donates `state`."""
     state, step = _choose_from(logits, state, plan=plan)
+    # A step's results are committed to the device, so the first state must be too, or the step's program compiles twice.
     return jax.device_put(state, devices.device()), step
 
 
@@ -47,8 +47,6 @@ def _choose_from(logits: jax.Array, state: DecodeState, *, plan: Plan) -> tuple[
     return state, Step(pack_token(state.last_tokens), logits)
 
 
-@functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
-def _choose(ends: Ends, x: jax.Array, lengths: jax.Array, state: DecodeState, *, plan: Plan) -> tuple[DecodeState, Step]:
-    logits = ends.logits(jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1))[:, 0]
-    state = choose_next(logits, state, plan)
-    return state, Step(pack_token(state.last_tokens), logits)
+@jax.jit
+def _logits_behind(ends: Ends, x: jax.Array, lengths: jax.Array) -> jax.Array:
+    return ends.logits(jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1))[:, 0]

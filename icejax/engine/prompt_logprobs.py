@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from icejax.engine.decode.logprobs import named, top_logprobs
+from icejax.engine.decode.logprobs import compiled_count, named, top_logprobs
 from icejax.engine.response import TokenLogprobs
 from icejax.models.decoder import CausalLM, Ends
 
@@ -31,13 +31,13 @@ def prompt_logprobs(
         x: the last layer's output over the padded prompt.
         tokens: the prompt, at most T tokens.
     """
-    entries, count = list[TokenLogprobs](), min(count, model.config.vocab_size)
+    entries, most = list[TokenLogprobs](), compiled_count(count, model.config.vocab_size)
     for first in range(0, len(tokens) - 1, BLOCK):
         yield
         following = np.asarray(tokens[first + 1 : first + 1 + BLOCK], np.int32)
         padded = np.pad(following, (0, BLOCK - len(following)))
-        chosen, best, ids = map(np.asarray, _of_block(model.ends, x, padded, np.int32(first), count=count))
-        rows = zip(following, chosen, ids, best, strict=False)
+        chosen, best, ids = map(np.asarray, _of_block(model.ends, x, padded, np.int32(first), count=most))
+        rows = zip(following, chosen, ids[:, :count], best[:, :count], strict=False)
         entries += [named(tokenizer, token, value, zip(*top, strict=True)) for token, value, *top in rows]
     return entries
 

@@ -22,11 +22,12 @@ class Clock:
 
     Attributes:
         seconds: total so far, of all threads.
+        programs: number of programs that were compiled or loaded.
         busy: whether a program is being compiled now.
     """
 
     def __init__(self) -> None:
-        self.seconds, self.busy = 0.0, False
+        self.seconds, self.programs, self.busy = 0.0, 0, False
         self._spans: list[tuple[float, float]] = []  # the last spans (start, end), disjoint
         self._listeners: list[Callable[[], None]] = []
         jax.monitoring.register_event_duration_secs_listener(self._add)
@@ -64,6 +65,7 @@ class Clock:
         del self._spans[:-1000]
         self.busy = event == LOWERED or (self.busy and event != ENDED)
         if event == LOWERED:
+            self.programs += 1
             for begin in tuple(self._listeners):
                 begin()
 

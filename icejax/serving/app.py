@@ -6,7 +6,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from icejax.serving.guard import Guard
-from icejax.serving.routes import chat, completions, messages, status, tokens
+from icejax.serving.routes import chat, completions, messages, schema, status, tokens
 from icejax.serving.service import Service
 
 
@@ -16,6 +16,7 @@ def make_app(service: Service) -> ASGIApp:
         Route("/health", status.health),
         Route("/metrics", status.metrics),
         Route("/version", status.version),
+        Route("/openapi.json", schema.openapi),
         Route("/v1/models", status.models),
         Route("/v1/models/{name:path}", status.model),
         Route("/v1/completions", completions.completions, methods=["POST"]),

@@ -20,6 +20,7 @@ from icejax.api.engine import Engine
 from icejax.checks.errors import InputError
 from icejax.models.decoder import CausalLM
 from icejax.serving.app import make_app
+from icejax.serving.connections import Connection, allow_open_files
 from icejax.serving.service import Phase, Service
 
 LOG = logging.getLogger(__name__)
@@ -50,13 +51,14 @@ class Server:
         Raises:
             InputError: the address cannot be used.
         """
+        allow_open_files()
         self.service, self._drain_s = service, drain_s
         self._socket = _listening(host, port)
         self.port = self._socket.getsockname()[1]
         self._error: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         service.fail = self._fail
-        options = dict(http="h11", ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False)
+        options = dict(http=Connection, ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False)
         options |= dict(server_header=False, h11_max_incomplete_event_size=HEADER_BYTES, backlog=2048)
         self._server = _Uvicorn(uvicorn.Config(make_app(service), **options))
 

@@ -1,14 +1,23 @@
-"""Metrics for Prometheus under vLLM's names, which routers and dashboards know; none holds a prompt or a key.
+"""Metrics for Prometheus under vLLM's names, which routers and dashboards know, and some own; none holds a prompt or a key.
 
 `answers` counts, `status` writes them. Names and meanings: https://docs.vllm.ai/en/stable/usage/metrics.
 """
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from icejax.engine.response import GenerationResponse
 from icejax.engine.serving.scheduler import Load
+from icejax.runtime.compile_clock import clock
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
@@ -38,6 +47,10 @@ GAUGES = {
     "gpu_prefix_cache_queries": "vllm:prefix_cache_queries_total by its older name",
     "gpu_prefix_cache_hits": "vllm:prefix_cache_hits_total by its older name",
 }
+OWN = {
+    "icejax_free_extents": "extents of the pool that neither requests nor cached prefixes have",
+    "icejax_compiled_programs": "programs compiled or loaded since the start",
+}
 disable_created_metrics()  # the time of the first value, which doubles the lines
 
 
@@ -52,7 +65,9 @@ class Metrics:
             name: Histogram(f"vllm:{name}", name.replace("_", " "), buckets=buckets, **common).labels(model)
             for name, buckets in HISTOGRAMS.items()
         }
-        self._gauges = {name: Gauge(f"vllm:{name}", about, **common).labels(model) for name, about in GAUGES.items()}
+        gauges = {f"vllm:{name}": about for name, about in GAUGES.items()} | OWN
+        self._gauges = [Gauge(name, about, **common).labels(model) for name, about in gauges.items()]
+        ProcessCollector(registry=self._registry)  # memory and open files of the process, by Prometheus' own names
         labels = ("model_name", "finished_reason")
         ended = Counter("vllm:request_success", "answers that are over", labelnames=labels, registry=self._registry)
         self._ended = {reason: ended.labels(model, reason) for reason in ("stop", "length", "abort")}
@@ -105,6 +120,6 @@ class Metrics:
     def text(self, load: Load) -> bytes:
         """Returns all metrics in Prometheus' text form."""
         values = (load.running, load.waiting, load.used, load.used, self._asked, self._hits)
-        for gauge, value in zip(self._gauges.values(), values, strict=True):
+        for gauge, value in zip(self._gauges, (*values, load.free_extents, clock().programs), strict=True):
             gauge.set(value)
         return generate_latest(self._registry)

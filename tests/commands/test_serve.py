@@ -35,6 +35,8 @@ def refusal(capsys, *arguments: str) -> str:
         (["--max-queue", "-1"], "--max-queue must be at least 0, got -1"),
         (["--warmup", "-1"], "--warmup must be at least 0, got -1"),
         (["--prefix-memory", "-1"], "--prefix-memory must be a number from 0 to 1.04858e+06, got -1.0"),
+        (["--prefix-disk", "-1"], "--prefix-disk must be a number from 0 to 1.04858e+06, got -1.0"),
+        (["--prefix-dir", "x", "--prefix-memory", "0"], "--prefix-dir stores what --prefix-memory holds, which is 0: give both, or leave --prefix-dir out"),
         (["--prefill-share", "0"], "--prefill-share must be a number above 0 and at most 1, got 0.0"),
         (["--drain-seconds", "-1"], "--drain-seconds must be a number from 0 to 1e+06, got -1.0"),
         (["--served-model-name", " "], "--served-model-name must be printable text, got ' '"),

@@ -182,7 +182,7 @@ def test_the_vocabulary_is_not_sorted_and_nothing_loops():
 def test_another_temperature_compiles_nothing(bundled, monkeypatch):
     """One program serves greedy batches, and one all batches in which a row samples, whatever its options."""
     decode_step.step_program.cache_clear()
-    first_token._choose.clear_cache()
+    first_token._choose_from.clear_cache()
     used_programs, programs = [], decode_step.step_program
     monkeypatch.setattr(
         decode_step, "step_program", lambda *arguments: used_programs.append(programs(*arguments)) or used_programs[-1]
@@ -191,7 +191,7 @@ def test_another_temperature_compiles_nothing(bundled, monkeypatch):
     def num_compiled(*rows: Sampling) -> tuple[int, int]:
         requests = [icejax.Request(prompt="import ", sampling=row) for row in rows]
         icejax.generate(*bundled, requests, cache=icejax.Full(), max_new_tokens=3)
-        return used_programs[-1]._cache_size(), first_token._choose._cache_size()
+        return used_programs[-1]._cache_size(), first_token._choose_from._cache_size()
 
     assert num_compiled(Sampling(), Sampling()) == (1, 1)
     assert num_compiled(Sampling(temperature=0.7), Sampling()) == (2, 2)

@@ -217,12 +217,13 @@ def test_a_warm_up_has_a_prompt_of_every_size_and_rows_of_every_kind():
     asked, told = [], []
 
     def submit(request, **options):
-        asked.append((len(request.prompt), *options.get("sampling").__class__.__name__[:1], options.get("logprobs")))
+        asked.append((len(request.prompt), options["cache_salt"]))
         return SimpleNamespace(result=lambda: None)
 
     warm_up(SimpleNamespace(context_length=700, max_new_tokens=5, submit=submit), tokens=600, tell=lambda *x: told.append(x))
-    assert [size for size, *_ in asked] == [256, 256, 256, 256, 384, 512, 600, 272, 288, 320, 384, 512]
-    assert told[-1] == (12, 12)
+    assert [size for size, _ in asked] == [*[256] * 6, 384, 512, 600, 256, 272, 288, 320, 384, 512]
+    assert len({salt for _, salt in asked[5:10]}) == 5 and len({salt for _, salt in asked[9:]}) == 1
+    assert told[-1] == (15, 15)
     asked.clear()
     warm_up(SimpleNamespace(context_length=700, max_new_tokens=5, submit=submit), tokens=0)
     assert asked == []

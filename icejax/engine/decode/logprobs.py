@@ -13,6 +13,8 @@ from jaxtyping import Array, Float, Int
 from icejax.engine.response import Logprob, TokenLogprobs
 from icejax.text.token_text import token_text
 
+USUAL = 20  # most likely tokens that OpenAI's clients ask for
+
 
 def token_logprobs(
     logits: Float[Array, "B V"], tokens: Int[Array, " B"], *, counts: Mapping[int, int], most: int, tokenizer: Any
@@ -23,11 +25,16 @@ def token_logprobs(
 
     Args:
         counts: number of most likely tokens by row.
-        most: the largest number that any row of the run asks for; the program is compiled for it.
+        most: the largest number that any row of the run asks for.
     """
-    arrays = _top_logprobs(logits, tokens, count=min(most, logits.shape[-1]))
+    arrays = _top_logprobs(logits, tokens, count=compiled_count(most, logits.shape[-1]))
     tokens, chosen, best, ids = (np.asarray(x) for x in (tokens, *arrays))
     return {i: named(tokenizer, tokens[i], chosen[i], zip(ids[i, :n], best[i, :n], strict=True)) for i, n in counts.items()}
+
+
+def compiled_count(most: int, vocabulary: int) -> int:
+    """Returns how many of the largest log-probabilities a program computes: one program serves all usual numbers."""
+    return min(max(USUAL, 1 << (most - 1).bit_length()), vocabulary)
 
 
 def named(tokenizer: Any, token: int, logprob: float, top: Iterable[tuple[int, float]]) -> TokenLogprobs:

@@ -32,7 +32,7 @@ from icejax.engine.penalties import RowPenalties
 from icejax.engine.plan import Plan
 from icejax.engine.sampling import RowSampling, choose, fold_in
 from icejax.models.decoder import CausalLM
-from icejax.runtime import compiler_options
+from icejax.runtime import compiler_options, devices
 
 
 @jax.tree_util.register_dataclass
@@ -80,9 +80,9 @@ class Step:
 
     def of_rows(self, count: int) -> Step:
         """Returns a step of `count` rows in the form of this one, with zeros, for `with_row` to fill."""
-        return Step(
-            jnp.zeros((len(self.counters), count), jnp.int32), jnp.zeros((count, self.logits.shape[1]), self.logits.dtype)
-        )
+        counters = jnp.zeros((len(self.counters), count), jnp.int32)
+        logits = jnp.zeros((count, self.logits.shape[1]), self.logits.dtype)
+        return jax.device_put(Step(counters, logits), devices.device())
 
     def with_row(self, at: int, row: Step) -> Step:
         """Returns the step with the results of `row`, a step of one row, at the place `at`."""

@@ -65,12 +65,14 @@ class Load:
         running: requests that are prefilled or decode; each of several answers to a prompt counts.
         waiting: requests without a place.
         used: share of the extents that running requests have; without a pool, of the places.
+        free_extents: extents of the pool that neither a request nor a cached prefix has; without a pool 0.
         works: pieces of work since the start.
     """
 
     running: int = 0
     waiting: int = 0
     used: float = 0.0
+    free_extents: int = 0
     works: int = 0
 
 
@@ -158,10 +160,10 @@ class Scheduler:
         """Returns how busy the batch is; another thread may call it between any two operations of the engine's."""
         prefilling = self.prefilling
         running = [*self.decoding.values(), *([] if prefilling is None else [prefilling])]  # one copy: the dict may change
-        used = len(running) / self._places
+        used, free = len(running) / self._places, 0
         if self.extents is not None:
-            used = sum(int(ticket.wanted.sum()) for ticket in running) / self._capacity
-        return Load(running=len(running), waiting=len(self.waiting), used=used, works=self._works)
+            used, free = sum(int(ticket.wanted.sum()) for ticket in running) / self._capacity, self.extents.free
+        return Load(running=len(running), waiting=len(self.waiting), used=used, free_extents=free, works=self._works)
 
     def prefilled(self) -> Ticket:
         """Moves the prefilled ticket to those that decode, and returns it."""

@@ -228,4 +228,5 @@ class RowStart:
     def _with_options(self, state: DecodeState, tokens: int) -> DecodeState:
         """Returns a row of so many tokens with the request's key and options, for `extend` to draw the first token with."""
         sampling, penalties = row_options([self._sampling], [self._tokens[:tokens]], self._model.config.vocab_size)
-        return dataclasses.replace(state, key=row_keys([self._draw]), sampling=sampling, penalties=penalties)
+        state = dataclasses.replace(state, key=row_keys([self._draw]), sampling=sampling, penalties=penalties)
+        return jax.device_put(state, devices.device())  # as the state behind a prefill is, or what takes it compiles twice
