@@ -32,6 +32,8 @@ FAULTS = (
     ("serving/answers.py", "number * self._n + piece.sample", "number + piece.sample", "serving/test_completions.py::test_drawn_answers_of_several_prompts_are_in_order"),
     ("serving/guard.py", "request.scope[\"path\"] not in OPEN and", "False and", "serving/test_lifecycle.py::test_a_key_is_asked_for_everywhere_but_on_two_routes"),
     ("serving/parameters.py", "hashlib.sha256(key.encode()).hexdigest()", "''", "serving/test_lifecycle.py::test_callers_with_other_keys_share_no_cache"),
+    ("serving/responses/conversation.py", "last and last[\"role\"] == \"assistant\" and not thoughts", "last and last[\"role\"] == \"assistant\"", "serving/test_responses.py::test_items_become_the_messages_of_a_chat"),
+    ("serving/responses/output.py", "self._closed(\"completed\") + self._opened(form)", "self._opened(form)", "serving/test_responses.py::test_thoughts_are_an_item_before_the_text"),
     ("serving/service.py", "self.open_answers + count > most", "count > most", "serving/test_errors.py::test_a_full_queue_is_told_when_to_come_again"),
     ("serving/streaming.py", "        answers.cancel()\n\n    watcher", "        pass\n\n    watcher", "serving/test_errors.py::test_a_client_that_leaves_ends_its_request[False]"),
     ("api/choice.py", "(ON_DEVICE, IN_PAGES, paged.us - full.us)", "(IN_PAGES, ON_DEVICE, paged.us - full.us)", "api/test_choice.py::test_the_faster_cache_of_a_measured_pair_is_chosen"),

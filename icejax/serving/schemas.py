@@ -23,6 +23,7 @@ FORMS = {  # of the fields that have several
     "stop": f"must be text, or a list of at most {MOST_STOPS} texts",
     "tool_choice": "must be text or an object",
     "system": "must be text, or a list of text blocks",
+    "input": "must be text, or a list of items",
 }
 Body = TypeVar("Body", bound="Schema")
 
@@ -114,6 +115,32 @@ class MessagesRequest(AnswerFields):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Thinking(Schema):
+    """How a model thinks, in `/v1/responses`; `summary` asks for the thoughts in the place of a summary."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(AnswerFields):
+    """The body of `/v1/responses`: `input` is a text, or the items of a conversation."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    reasoning: Thinking | None = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    metadata: dict[str, str] | None = None
+    truncation: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Not built:
+    previous_response_id: Any = None
+    conversation: Any = None
+    background: Any = None
+    prompt: Any = None
 
 
 class TokenizeRequest(Schema):

@@ -122,8 +122,12 @@ def _logprobs(tokens: tuple[TokenLogprobs, ...] | None) -> dict[str, Any] | None
     """Returns OpenAI's object of log-probabilities."""
     if tokens is None:
         return None
-    content = [_logprob(token.chosen) | dict(top_logprobs=[*map(_logprob, token.top)]) for token in tokens]
-    return dict(content=content, refusal=None)
+    return dict(content=[logprob(token) for token in tokens], refusal=None)
+
+
+def logprob(token: TokenLogprobs) -> dict[str, Any]:
+    """Returns OpenAI's object of a token's log-probability, and of the likeliest tokens in its place."""
+    return _logprob(token.chosen) | dict(top_logprobs=[*map(_logprob, token.top)])
 
 
 def _logprob(token: Logprob) -> dict[str, Any]:
