@@ -1,7 +1,7 @@
 """`/v1/responses`: a conversation as items, and the model's answer. https://platform.openai.com/docs/api-reference/responses
 
-The server stores nothing: each request brings the whole conversation. Thoughts are an item of type `reasoning`: its text, or its
-summary if the request asks for one. Nothing is summarised.
+The server stores nothing: each request brings the whole conversation. Thoughts are an item of type `reasoning`: its text, or
+its summary if the request asks for one. Nothing is summarised.
 """
 
 from __future__ import annotations
