@@ -19,7 +19,7 @@ SAMPLING = [field.name for field in dataclasses.fields(Sampling)]
 # Fields that ask for something which is not built; the names of their values that ask for nothing.
 NOT_BUILT = (
     "min_tokens use_beam_search prompt_logprobs stop_token_ids logits_processors guided_json guided_regex guided_choice "
-    "guided_grammar structured_outputs functions audio web_search_options suffix"
+    "guided_grammar structured_outputs functions audio web_search_options"
 ).split()
 NO_EOS = -100.0  # logit bias of tokens that must not come
 

@@ -2,7 +2,7 @@
 
 With `echo` and `logprobs` a choice has the log-probabilities of the prompt's own tokens too, from exact attention, which
 lm-evaluation-harness sums. The names of control tokens in a prompt are these tokens, as in vLLM and llama.cpp, unless
-`parse_special` is false.
+`parse_special` is false; with a `suffix` they are text unless it is true.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from icejax.serving.schemas import CompletionRequest, parsed
 from icejax.serving.service import Service
 from icejax.serving.streaming import EventStream, chunks, whole_response
 from icejax.text.detokenize import UNFINISHED, decoded
+from icejax.text.infill import NO_INFILL, infill, infill_ends, infill_form
 from icejax.text.token_text import token_text
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -47,10 +48,17 @@ async def completions(request: Request) -> Response:
     reading = dict(special_tokens=fields.add_special_tokens is not False, parse_special=fields.parse_special is not False)
     options |= dict(logprobs=fields.logprobs, cache_salt=parameters.salt_of(fields, owner_of(request)), **reading)
     scored = fields.logprobs if fields.echo else None
+    if fields.suffix:
+        _check_suffix(service, fields, prompts)
+        options["stop"] += infill_ends(service.tokenizer)
     echoed = [_echoed(service.tokenizer, prompt) if fields.echo else "" for prompt in prompts]
     firsts: list[str | None] = [None] * len(prompts)
 
     def make() -> list[tuple[EngineRequest, dict[str, Any]]]:
+        if fields.suffix:
+            parse = bool(fields.parse_special)
+            texts = [infill(service.tokenizer, prompt, fields.suffix, parse_special=parse) for prompt in prompts]
+            return [(EngineRequest(prompt=ids), options) for ids in texts]
         if scored is None:
             return [(EngineRequest(prompt=prompt), options) for prompt in prompts]
         tokens = [service.tokens(prompt, **reading) for prompt in prompts]
@@ -94,6 +102,16 @@ def _prompts(prompt: str | list[Any]) -> list[Prompt]:
     if not prompts or not all(prompts):
         raise ApiError(400, "prompt is empty: expected some text or token ids", param="prompt")
     return prompts
+
+
+def _check_suffix(service: Service, fields: CompletionRequest, prompts: list[Prompt]) -> None:
+    """Raises ApiError 400 if there is no text to be filled in before the suffix."""
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise ApiError(400, "suffix needs prompts that are text, not token ids", param="suffix")
+    if fields.echo:
+        raise ApiError(400, "suffix and echo do not go together: leave one out", param="suffix")
+    if infill_form(service.tokenizer) is None:
+        raise ApiError(400, NO_INFILL, param="suffix")
 
 
 def _echoed(tokenizer: Any, prompt: Prompt) -> str:
