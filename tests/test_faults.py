@@ -35,6 +35,7 @@ FAULTS = (
     ("serving/responses/conversation.py", "last and last[\"role\"] == \"assistant\" and not thoughts", "last and last[\"role\"] == \"assistant\"", "serving/test_responses.py::test_items_become_the_messages_of_a_chat"),
     ("serving/responses/output.py", "self._closed(\"completed\") + self._opened(form)", "self._opened(form)", "serving/test_responses.py::test_thoughts_are_an_item_before_the_text"),
     ("text/infill.py", "encode(tokenizer, behind, continues=True", "encode(tokenizer, behind", "text/test_infill.py::test_the_second_text_gets_no_space_in_front"),
+    ("serving/routes/completions.py", "sum(len(token.chosen.text) for token in piece.logprobs or ())", "len(text)", "serving/test_behaviours.py::test_vllm_stream_text_offset_matches_non_stream_with_stop_holdback"),
     ("serving/service.py", "self.open_answers + count > most", "count > most", "serving/test_errors.py::test_a_full_queue_is_told_when_to_come_again"),
     ("serving/streaming.py", "        answers.cancel()\n\n    watcher", "        pass\n\n    watcher", "serving/test_errors.py::test_a_client_that_leaves_ends_its_request[False]"),
     ("api/choice.py", "(ON_DEVICE, IN_PAGES, paged.us - full.us)", "(IN_PAGES, ON_DEVICE, paged.us - full.us)", "api/test_choice.py::test_the_faster_cache_of_a_measured_pair_is_chosen"),

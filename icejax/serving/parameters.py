@@ -25,7 +25,9 @@ NO_EOS = -100.0  # logit bias of tokens that must not come
 
 
 def refuse_not_built(fields: AnswerFields) -> None:
-    """Raises ApiError 400 for a field that asks for something which is not built, by its name."""
+    """Raises ApiError 400 for a field that asks for something which is not built or needs another field, by its name."""
+    if fields.stream_options is not None and not fields.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
     for name in NOT_BUILT:
         if getattr(fields, name, None):
             raise ApiError(400, f"{name} is not supported: leave it out", param=name, code="unsupported_parameter")

@@ -90,7 +90,7 @@ async def completions(request: Request) -> Response:
         echo = echoed[index // n] if index not in begun else ""
         begun.add(index)
         logprobs = _logprobs(piece.logprobs, offset=offsets[index])
-        offsets[index] += len(text)
+        offsets[index] += sum(len(token.chosen.text) for token in piece.logprobs or ())  # a stop string may hold text back
         return [chunk([dict(index=index, text=echo + text, logprobs=logprobs, finish_reason=piece.finish_reason)])]
 
     return EventStream(answers, service, of_piece=of_piece, last=last)
