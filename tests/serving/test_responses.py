@@ -10,6 +10,7 @@ from icejax.serving.answers import Usage
 from icejax.serving.errors import ApiError
 from icejax.serving.responses.conversation import conversation
 from icejax.serving.responses.output import SUMMARY, THOUGHTS, Output
+from icejax.serving.tools.events import CallArguments, CallBegin, CallEnd, Text
 
 PATH = "/v1/responses"
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "def f(a):"}]
@@ -94,6 +95,27 @@ def test_thoughts_are_an_item_before_the_text(expected, thoughts, field):
     thought = ["output_item.added", f"{part}.added", f"{text}.delta", f"{text}.done", f"{part}.done", "output_item.done"]
     assert kinds(values)[2:8] == thought and kinds(values)[8] == "output_item.added"
     assert [value["output_index"] for value in values if value["type"].endswith(".added")] == [0, 0, 1, 1]
+
+
+def test_calls_are_items_behind_the_text(expected):
+    output = Output({}, Usage(), thoughts=THOUGHTS, new_call=lambda: "c1")
+    found = [
+        [Text("a")],
+        [CallBegin(0, "f"), CallArguments(0, '{"a"')],
+        [CallArguments(0, ": 1}"), CallEnd(0)],
+        [CallBegin(1, "g")],
+    ]
+    pieces = [replace(expected, text="", finish_reason=None)] * 3 + [replace(expected, text="", finish_reason="length")]
+    values = read(b"".join(event for piece, one in zip(pieces, found, strict=True) for event in output.take(piece, [], one)))
+    message, first, second = output.response["output"]
+    assert (message["content"][0]["text"], message["status"]) == ("a", "completed")
+    assert first == first | dict(type="function_call", call_id="c1", name="f", arguments='{"a": 1}', status="completed")
+    assert second == second | dict(name="g", arguments="", status="incomplete") and output.response["status"] == "incomplete"
+    call = [f"output_item.{name}" for name in ("added", "done")]
+    arguments = [f"function_call_arguments.{name}" for name in ("delta", "done")]
+    assert kinds(values)[6:] == [call[0], *arguments, call[1], call[0], arguments[1], call[1], "incomplete"]
+    done = [value for value in values if value["type"] == "response.function_call_arguments.done"]
+    assert [(one["item_id"], one["arguments"]) for one in done] == [(first["id"], '{"a": 1}'), (second["id"], "")]
 
 
 def test_an_error_behind_the_headers_is_a_failed_response():

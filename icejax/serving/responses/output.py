@@ -1,11 +1,13 @@
 """A response and its events, from the pieces of an answer. Whole and streamed responses are made by the same code.
 
-An answer's thoughts are an item of type `reasoning`, its text an item of type `message`. Each item has one part.
+An answer's thoughts are an item of type `reasoning`, its text an item of type `message`, each with one part. A call of a
+function is an item of its own.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from icejax.engine.response import GenerationResponse
@@ -13,6 +15,7 @@ from icejax.serving.answers import Usage
 from icejax.serving.errors import ApiError
 from icejax.serving.identity import new_id
 from icejax.serving.streaming import named_event
+from icejax.serving.tools.events import CallArguments, CallBegin, CallEnd, Event, Text
 
 
 class Form(NamedTuple):
@@ -51,27 +54,43 @@ class Output:
         response: OpenAI's object.
     """
 
-    def __init__(self, response: dict[str, Any], usage: Usage, *, thoughts: Form) -> None:
+    def __init__(
+        self,
+        response: dict[str, Any],
+        usage: Usage,
+        *,
+        thoughts: Form,
+        new_call: Callable[[], str] = lambda: new_id("call", "_"),
+    ) -> None:
         """Begins before the first piece.
 
         Args:
             response: the fields that do not change.
             usage: token counts, which are those of the answer at its end.
             thoughts: the form of the model's thoughts.
+            new_call: returns the id of a call.
         """
         about = dict(id=new_id("resp", "_"), object="response", created_at=int(time.time()), status="in_progress")
         self.response = about | response | dict(output=[], error=None, incomplete_details=None, usage=None)
-        self._usage, self._thoughts, self._count = usage, thoughts, 0
+        self._usage, self._thoughts, self._new_call, self._count = usage, thoughts, new_call, 0
         self._open: Form | None = None
 
     def begun(self) -> list[bytes]:
         """Returns the events before the first piece."""
         return [self._event(f"response.{name}", response=self.response) for name in ("created", "in_progress")]
 
-    def take(self, piece: GenerationResponse, logprobs: list[dict[str, Any]]) -> list[bytes]:
-        """Returns the events of a piece, whose tokens have these log-probabilities."""
+    def take(
+        self, piece: GenerationResponse, logprobs: list[dict[str, Any]], found: Sequence[Event] | None = None
+    ) -> list[bytes]:
+        """Returns the events of a piece.
+
+        Args:
+            logprobs: of its tokens.
+            found: what a parser of calls has found in its text; None: text alone.
+        """
         events = self._grown(self._thoughts, piece.reasoning or "", [])
-        events += self._grown(TEXT, piece.text, logprobs)
+        for one in [Text(piece.text)] if found is None else found:
+            events += self._found(one, logprobs)
         if piece.finish_reason is not None:
             events += self._ended("completed" if piece.finish_reason == "stop" else "incomplete")
         return events
@@ -80,6 +99,20 @@ class Output:
         """Returns the event of an error."""
         self.response |= dict(status="failed", error=dict(code=error.code or "server_error", message=error.message))
         return self._event("response.failed", response=self.response)
+
+    def _found(self, found: Event, logprobs: list[dict[str, Any]]) -> list[bytes]:
+        match found:
+            case Text(text):
+                return self._grown(TEXT, text, logprobs)
+            case CallBegin(_, name):
+                fields = dict(call_id=self._new_call(), name=name, arguments="")
+                item = dict(id=new_id("fc", "_"), type="function_call", status="in_progress", **fields)
+                return [*self._closed("completed"), self._added(item)]
+            case CallArguments(_, text):
+                self._item["arguments"] += text
+                return [self._of_item("response.function_call_arguments.delta", delta=text)]
+            case CallEnd():
+                return self._closed("completed")
 
     def _grown(self, form: Form, text: str, logprobs: list[dict[str, Any]]) -> list[bytes]:
         """Returns the events of new text; none if it is empty."""
@@ -96,24 +129,29 @@ class Output:
     def _opened(self, form: Form) -> list[bytes]:
         self._open = form
         item = dict(id=new_id(form.mark, "_"), type=form.kind, status="in_progress", **form.fields) | {form.parts: []}
-        self.response["output"].append(item)
-        begun = self._event("response.output_item.added", output_index=self._index, item=item)
+        begun = self._added(item)
         item[form.parts] = [dict(type=form.part, text="") | (dict(annotations=[], logprobs=[]) if form is TEXT else {})]
         return [begun, self._of_item(f"response.{form.of_part}.added", **{form.index: 0}, part=item[form.parts][0])]
 
+    def _added(self, item: dict[str, Any]) -> bytes:
+        self.response["output"].append(item)
+        return self._event("response.output_item.added", output_index=self._index, item=item)
+
     def _closed(self, status: str) -> list[bytes]:
-        """Returns the events that end the open item; none if no item is open."""
+        """Returns the events that end the newest item; none if it has ended."""
         form, self._open = self._open, None
-        if form is None:
+        if not self.response["output"] or self._item["status"] != "in_progress":
             return []
-        item, at = self._item, {form.index: 0}
-        item["status"], part = status, item[form.parts][0]
-        named = dict(logprobs=part["logprobs"]) if form is TEXT else {}
-        return [
-            self._of_item(f"response.{form.of_text}.done", **at, text=part["text"], **named),
-            self._of_item(f"response.{form.of_part}.done", **at, part=part),
-            self._event("response.output_item.done", output_index=self._index, item=item),
-        ]
+        item = self._item
+        item["status"] = status
+        if form is None:
+            done = [self._of_item("response.function_call_arguments.done", name=item["name"], arguments=item["arguments"])]
+        else:
+            at, part = {form.index: 0}, item[form.parts][0]
+            named = dict(logprobs=part["logprobs"]) if form is TEXT else {}
+            done = [self._of_item(f"response.{form.of_text}.done", **at, text=part["text"], **named)]
+            done.append(self._of_item(f"response.{form.of_part}.done", **at, part=part))
+        return [*done, self._event("response.output_item.done", output_index=self._index, item=item)]
 
     def _ended(self, status: str) -> list[bytes]:
         events = [] if self.response["output"] else self._opened(TEXT)  # an answer without any text
