@@ -19,6 +19,7 @@ from icejax.engine.request import Request as EngineRequest
 from icejax.engine.response import GenerationResponse, Logprob, TokenLogprobs
 from icejax.serving import parameters
 from icejax.serving.errors import ApiError
+from icejax.serving.grammars import grammar_of
 from icejax.serving.guard import owner_of, read_body
 from icejax.serving.identity import new_id
 from icejax.serving.schemas import CompletionRequest, parsed
@@ -46,16 +47,16 @@ async def completions(request: Request) -> Response:
     options = parameters.answer_options(fields, sampling=sampling, limit=limit)
     reading = dict(special_tokens=fields.add_special_tokens is not False, parse_special=fields.parse_special is not False)
     options |= dict(logprobs=fields.logprobs, cache_salt=parameters.salt_of(fields, owner_of(request)), **reading)
-    scored = fields.logprobs if fields.echo else None
+    scored, grammar = fields.logprobs if fields.echo else None, grammar_of(fields)
     echoed = [_echoed(service.tokenizer, prompt) if fields.echo else "" for prompt in prompts]
     firsts: list[str | None] = [None] * len(prompts)
 
     def make() -> list[tuple[EngineRequest, dict[str, Any]]]:
         if scored is None:
-            return [(EngineRequest(prompt=prompt), options) for prompt in prompts]
+            return [(EngineRequest(prompt=prompt, grammar=grammar), options) for prompt in prompts]
         tokens = [service.tokens(prompt, **reading) for prompt in prompts]
         firsts[:] = [_named(*token_text(service.tokenizer, ids[0])) for ids in tokens]
-        return [(EngineRequest(prompt=ids, prompt_logprobs=scored), options) for ids in tokens]
+        return [(EngineRequest(prompt=ids, prompt_logprobs=scored, grammar=grammar), options) for ids in tokens]
 
     answers = await service.submit(make, prompts=len(prompts), n=n)
     about = dict(id=new_id("cmpl"), object="text_completion", created=int(time.time()), model=name)
