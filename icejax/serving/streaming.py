@@ -71,11 +71,20 @@ async def open_while(request_receive: Receive, answers: Answers, service: Servic
 
 
 async def whole_response(
-    request: Request, answers: Answers, service: Service, body: Callable[[list[GenerationResponse]], dict[str, Any]]
+    request: Request,
+    answers: Answers,
+    service: Service,
+    body: Callable[[list[GenerationResponse]], dict[str, Any]],
+    *,
+    read: Callable[[int, GenerationResponse], Any] = lambda number, piece: None,
 ) -> Response:
-    """Returns the response with all answers, of which `body` makes the object; an error if they were cut."""
+    """Returns the response with all answers, of which `body` makes the object; an error if they were cut.
+
+    Args:
+        read: called with the number of an answer and each of its pieces.
+    """
     async with open_while(request.receive, answers, service):
-        responses = await answers.whole()
+        responses = await answers.whole(read)
     if responses is None:
         raise CUT
     return json_response(body(responses))

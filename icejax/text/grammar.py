@@ -22,7 +22,7 @@ from icejax.text.grammar_thoughts import before_answer
 from icejax.text.tokenizer_errors import tokenizer_error_from
 
 MOST_RULES = 2**19  # characters of a grammar's rules
-SPACES = "[ \\n\\t]{1,40}"  # between the parts of JSON: without an end to them a small model may write spaces for ever
+SPACES = "( |\\n[ \\t]{0,24})"  # between the parts of JSON: without an end to them a small model may write spaces for ever
 MOST_REASON = 400  # characters of an error
 QUOTED = re.compile(r"\s*(\d* \||\^)")  # lines of an error that quote the rules
 _TOKENIZERS: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()

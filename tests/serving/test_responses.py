@@ -10,6 +10,7 @@ from icejax.serving.answers import Usage
 from icejax.serving.errors import ApiError
 from icejax.serving.responses.conversation import conversation
 from icejax.serving.responses.output import SUMMARY, THOUGHTS, Output
+from icejax.serving.tools.calls import Call, CallsOf
 from icejax.serving.tools.events import CallArguments, CallBegin, CallEnd, Text
 
 PATH = "/v1/responses"
@@ -87,7 +88,9 @@ def test_thoughts_are_an_item_before_the_text(expected, thoughts, field):
     pieces = [("a", ""), ("b", ""), (None, "c"), (None, "d")]
     pieces = [replace(expected, reasoning=reasoning, text=text, finish_reason=None) for reasoning, text in pieces]
     pieces[-1] = replace(pieces[-1], finish_reason="stop")
-    values = read(b"".join([*output.begun(), *(event for piece in pieces for event in output.take(piece, []))]))
+    values = read(
+        b"".join([*output.begun(), *(event for piece in pieces for event in output.take(piece, CallsOf(None).read(piece), []))])
+    )
     items = values[-1]["response"]["output"]
     assert [(item["type"], item["status"]) for item in items] == [("reasoning", "completed"), ("message", "completed")]
     assert items[0][field][0]["text"] == "ab" and items[1]["content"][0]["text"] == "cd"
@@ -98,15 +101,15 @@ def test_thoughts_are_an_item_before_the_text(expected, thoughts, field):
 
 
 def test_calls_are_items_behind_the_text(expected):
-    output = Output({}, Usage(), thoughts=THOUGHTS, new_call=lambda: "c1")
+    output, call = Output({}, Usage(), thoughts=THOUGHTS), Call("c1", "f")
     found = [
-        [Text("a")],
-        [CallBegin(0, "f"), CallArguments(0, '{"a"')],
-        [CallArguments(0, ": 1}"), CallEnd(0)],
-        [CallBegin(1, "g")],
+        [(None, Text("a"))],
+        [(call, CallBegin(0, "f")), (call, CallArguments(0, '{"a"'))],
+        [(call, CallArguments(0, ": 1}")), (call, CallEnd(0))],
+        [(call, CallBegin(1, "g"))],
     ]
     pieces = [replace(expected, text="", finish_reason=None)] * 3 + [replace(expected, text="", finish_reason="length")]
-    values = read(b"".join(event for piece, one in zip(pieces, found, strict=True) for event in output.take(piece, [], one)))
+    values = read(b"".join(event for piece, one in zip(pieces, found, strict=True) for event in output.take(piece, one, [])))
     message, first, second = output.response["output"]
     assert (message["content"][0]["text"], message["status"]) == ("a", "completed")
     assert first == first | dict(type="function_call", call_id="c1", name="f", arguments='{"a": 1}', status="completed")
@@ -153,6 +156,42 @@ def test_items_become_the_messages_of_a_chat():
     ]
 
 
+CALLING = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.arguments.a }}</tool_call>{% endfor %}{% endfor %}"
+)
+ONE = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+FUNCTION = {"type": "function", "name": "f", "parameters": ONE}
+
+
+def test_a_function_is_called_and_its_result_goes_back(server, chatty, monkeypatch):
+    """A model of bytes, which knows no tools, writes what the grammar of a required call allows."""
+    monkeypatch.setattr(server.service.tokenizer, "chat_template", CALLING)
+    asked = BODY | dict(input="a", tools=[FUNCTION, {"type": "web_search"}], tool_choice="required", max_output_tokens=120)
+    asked |= dict(parallel_tool_calls=False)
+    response = server.ask(PATH, asked)
+    [call] = response["output"]
+    assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "f", {"a": 1})
+    assert response["status"] == "completed" and response["tools"] == [FUNCTION]
+    values = read(server.send(PATH, asked | dict(stream=True)).read())
+    arguments = [f"function_call_arguments.{name}" for name in ("delta", "done")]
+    assert kinds(values)[2:] == ["output_item.added", *arguments, "output_item.done", "completed"]
+    deltas = "".join(value["delta"] for value in values if value["type"].endswith("arguments.delta"))
+    assert deltas == call["arguments"] == values[-1]["response"]["output"][0]["arguments"]
+    result = dict(type="function_call_output", call_id=call["call_id"], output="2")
+    again = server.ask(PATH, BODY | dict(instructions=None, input=[dict(role="user", content="a"), call, result]))
+    assert again["usage"]["input_tokens"] == len("a<tool_call>1</tool_call>2")
+    named = asked | dict(tool_choice=dict(type="function", name="g"))
+    assert server.refusal(PATH, named)["message"] == "tool_choice names 'g', which is none of the tools"
+
+
+def test_a_text_follows_its_schema(server):
+    schema = dict(type="json_schema", name="n", schema=ONE)
+    response = server.ask(PATH, BODY | dict(text=dict(format=schema), max_output_tokens=60))
+    assert json.loads(response["output"][0]["content"][0]["text"]) == {"a": 1}
+    assert response["text"]["format"] == schema and response["status"] == "completed"
+
+
 @pytest.mark.parametrize(
     "body, param, message",
     [
@@ -160,6 +199,9 @@ def test_items_become_the_messages_of_a_chat():
         (dict(background=True), "background", "background is not supported: the server stores no responses: leave it out, and set 'stream' for a long answer"),
         (dict(prompt={"id": "p"}), "prompt", "prompt is not supported: the server stores no prompts: send 'instructions' and 'input'"),
         (dict(max_tokens=3), "max_tokens", "max_tokens is not supported: its name in this API is max_output_tokens"),
+        (dict(response_format={"type": "json_object"}), "response_format", "response_format is not supported: its name in this API is text.format"),
+        (dict(text=dict(format=dict(type="json_schema", name="n"))), "text", "text.format of type json_schema needs a schema, which is an object, got None"),
+        (dict(tools=[FUNCTION]), "tools", "the model's chat template has no tool calls of a known form (hermes, Mistral, Llama 3, harmony): leave tools out"),
         (dict(truncation="auto"), "truncation", "truncation must be 'disabled': the server cuts no conversation"),
         (dict(n=2), "n", "n must be 1: a response has one answer"),
         (dict(input=5), "input", "input must be text, or a list of items"),

@@ -7,7 +7,7 @@ function is an item of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from icejax.engine.response import GenerationResponse
@@ -15,7 +15,8 @@ from icejax.serving.answers import Usage
 from icejax.serving.errors import ApiError
 from icejax.serving.identity import new_id
 from icejax.serving.streaming import named_event
-from icejax.serving.tools.events import CallArguments, CallBegin, CallEnd, Event, Text
+from icejax.serving.tools.calls import Call
+from icejax.serving.tools.events import CallArguments, CallBegin, CallEnd, Event
 
 
 class Form(NamedTuple):
@@ -54,25 +55,17 @@ class Output:
         response: OpenAI's object.
     """
 
-    def __init__(
-        self,
-        response: dict[str, Any],
-        usage: Usage,
-        *,
-        thoughts: Form,
-        new_call: Callable[[], str] = lambda: new_id("call", "_"),
-    ) -> None:
+    def __init__(self, response: dict[str, Any], usage: Usage, *, thoughts: Form) -> None:
         """Begins before the first piece.
 
         Args:
             response: the fields that do not change.
             usage: token counts, which are those of the answer at its end.
             thoughts: the form of the model's thoughts.
-            new_call: returns the id of a call.
         """
         about = dict(id=new_id("resp", "_"), object="response", created_at=int(time.time()), status="in_progress")
         self.response = about | response | dict(output=[], error=None, incomplete_details=None, usage=None)
-        self._usage, self._thoughts, self._new_call, self._count = usage, thoughts, new_call, 0
+        self._usage, self._thoughts, self._count = usage, thoughts, 0
         self._open: Form | None = None
 
     def begun(self) -> list[bytes]:
@@ -80,17 +73,17 @@ class Output:
         return [self._event(f"response.{name}", response=self.response) for name in ("created", "in_progress")]
 
     def take(
-        self, piece: GenerationResponse, logprobs: list[dict[str, Any]], found: Sequence[Event] | None = None
+        self, piece: GenerationResponse, found: Sequence[tuple[Call | None, Event]], logprobs: list[dict[str, Any]]
     ) -> list[bytes]:
         """Returns the events of a piece.
 
         Args:
+            found: what `CallsOf` has found in its text.
             logprobs: of its tokens.
-            found: what a parser of calls has found in its text; None: text alone.
         """
         events = self._grown(self._thoughts, piece.reasoning or "", [])
-        for one in [Text(piece.text)] if found is None else found:
-            events += self._found(one, logprobs)
+        for call, event in found:
+            events += self._grown(TEXT, event.text, logprobs) if call is None else self._of_call(call, event)
         if piece.finish_reason is not None:
             events += self._ended("completed" if piece.finish_reason == "stop" else "incomplete")
         return events
@@ -100,12 +93,10 @@ class Output:
         self.response |= dict(status="failed", error=dict(code=error.code or "server_error", message=error.message))
         return self._event("response.failed", response=self.response)
 
-    def _found(self, found: Event, logprobs: list[dict[str, Any]]) -> list[bytes]:
-        match found:
-            case Text(text):
-                return self._grown(TEXT, text, logprobs)
+    def _of_call(self, call: Call, event: Event) -> list[bytes]:
+        match event:
             case CallBegin(_, name):
-                fields = dict(call_id=self._new_call(), name=name, arguments="")
+                fields = dict(call_id=call.id, name=name, arguments="")
                 item = dict(id=new_id("fc", "_"), type="function_call", status="in_progress", **fields)
                 return [*self._closed("completed"), self._added(item)]
             case CallArguments(_, text):

@@ -19,6 +19,7 @@ from icejax.engine.request import Request as EngineRequest
 from icejax.engine.response import GenerationResponse, Logprob, TokenLogprobs
 from icejax.serving import parameters
 from icejax.serving.errors import ApiError
+from icejax.serving.grammars import grammar_of
 from icejax.serving.guard import owner_of, read_body
 from icejax.serving.identity import new_id
 from icejax.serving.schemas import CompletionRequest, parsed
@@ -47,7 +48,7 @@ async def completions(request: Request) -> Response:
     options = parameters.answer_options(fields, sampling=sampling, limit=limit)
     reading = dict(special_tokens=fields.add_special_tokens is not False, parse_special=fields.parse_special is not False)
     options |= dict(logprobs=fields.logprobs, cache_salt=parameters.salt_of(fields, owner_of(request)), **reading)
-    scored = fields.logprobs if fields.echo else None
+    scored, grammar = fields.logprobs if fields.echo else None, grammar_of(fields)
     if fields.suffix:
         _check_suffix(service, fields, prompts)
         options["stop"] += infill_ends(service.tokenizer)
@@ -58,12 +59,12 @@ async def completions(request: Request) -> Response:
         if fields.suffix:
             parse = bool(fields.parse_special)
             texts = [infill(service.tokenizer, prompt, fields.suffix, parse_special=parse) for prompt in prompts]
-            return [(EngineRequest(prompt=ids), options) for ids in texts]
+            return [(EngineRequest(prompt=ids, grammar=grammar), options) for ids in texts]
         if scored is None:
-            return [(EngineRequest(prompt=prompt), options) for prompt in prompts]
+            return [(EngineRequest(prompt=prompt, grammar=grammar), options) for prompt in prompts]
         tokens = [service.tokens(prompt, **reading) for prompt in prompts]
         firsts[:] = [_named(*token_text(service.tokenizer, ids[0])) for ids in tokens]
-        return [(EngineRequest(prompt=ids, prompt_logprobs=scored), options) for ids in tokens]
+        return [(EngineRequest(prompt=ids, prompt_logprobs=scored, grammar=grammar), options) for ids in tokens]
 
     answers = await service.submit(make, prompts=len(prompts), n=n)
     about = dict(id=new_id("cmpl"), object="text_completion", created=int(time.time()), model=name)

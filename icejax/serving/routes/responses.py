@@ -12,16 +12,20 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from icejax.engine.request import Request as EngineRequest
 from icejax.engine.response import GenerationResponse
 from icejax.serving import parameters
 from icejax.serving.errors import ApiError
 from icejax.serving.guard import owner_of, read_body
+from icejax.serving.responses.asked import chat_format, chat_tool_choice, chat_tools, functions
 from icejax.serving.responses.conversation import conversation
 from icejax.serving.responses.output import SUMMARY, THOUGHTS, Output
-from icejax.serving.routes.chat import NO_LIMIT, chat_text, logprob
+from icejax.serving.routes.chat import NO_LIMIT, answer_grammar, chat_text, logprob
 from icejax.serving.schemas import ResponsesRequest, parsed
 from icejax.serving.service import Service
-from icejax.serving.streaming import CUT, EventStream, json_response, open_while
+from icejax.serving.streaming import EventStream, whole_response
+from icejax.serving.tools.asked import asked_tools
+from icejax.serving.tools.calls import CallsOf
 
 LOGPROBS = "message.output_text.logprobs"
 WHOLE = "the server stores no responses: send the whole conversation as 'input', with the output items of earlier responses"
@@ -31,6 +35,7 @@ REFUSED = {  # fields that ask for what the server does not do, with what to do 
     "background": "the server stores no responses: leave it out, and set 'stream' for a long answer",
     "prompt": "the server stores no prompts: send 'instructions' and 'input'",
     "max_tokens": "its name in this API is max_output_tokens",
+    "response_format": "its name in this API is text.format",
 }
 
 
@@ -41,6 +46,11 @@ async def responses(request: Request) -> Response:
     fields = parsed(ResponsesRequest, await read_body(request))
     name = service.check_model(fields.model)
     _refuse(fields)
+    tools = chat_tools(functions(fields.tools))
+    choice, parallel = chat_tool_choice(fields.tool_choice), fields.parallel_tool_calls
+    asked_for = asked_tools(service.tokenizer, tools, choice, parallel=parallel)
+    fields.response_format = chat_format(fields.text.format) if fields.text and fields.text.format else None
+    grammar = answer_grammar(fields, asked_for)
     thinking = fields.reasoning or SimpleNamespace(effort=None, summary=None)
     sampling = parameters.sampling_of(fields, service.sampling, service.model.config.eos_token_ids)
     limit = service.limit(fields, fields.max_output_tokens, default=NO_LIMIT)
@@ -52,22 +62,22 @@ async def responses(request: Request) -> Response:
         messages=conversation(fields.instructions, fields.input),
         chat_template_kwargs=fields.chat_template_kwargs,
         reasoning_effort=thinking.effort,
+        tools=tools,
     )
-    answers = await service.submit(lambda: [(chat_text(service, chat), options)], prompts=1, n=1)
+
+    def make() -> list[tuple[EngineRequest, dict[str, Any]]]:
+        return [(EngineRequest(prompt=chat_text(service, chat), grammar=grammar), options)]
+
+    answers, calls = await service.submit(make, prompts=1, n=1), CallsOf(asked_for)
     about = _about(fields) | dict(model=name, temperature=sampling.temperature, top_p=sampling.top_p)
     output = Output(about, answers.usage, thoughts=SUMMARY if thinking.summary else THOUGHTS)
 
     def of_piece(_: int, piece: GenerationResponse) -> list[bytes]:
-        return output.take(piece, [logprob(token) for token in piece.logprobs or ()])
+        return output.take(piece, calls.read(piece), [logprob(token) for token in piece.logprobs or ()])
 
     if fields.stream:
         return EventStream(answers, service, first=output.begun(), of_piece=of_piece, failed=output.failed, done=b"")
-    async with open_while(request.receive, answers, service):
-        async for item in answers.pieces():
-            of_piece(*item)
-    if not answers.over:
-        raise CUT
-    return json_response(output.response)
+    return await whole_response(request, answers, service, lambda _: output.response, read=of_piece)
 
 
 def _refuse(fields: ResponsesRequest) -> None:
@@ -90,14 +100,14 @@ def _about(fields: ResponsesRequest) -> dict[str, Any]:
         instructions=fields.instructions,
         max_output_tokens=fields.max_output_tokens,
         metadata=fields.metadata or {},
-        parallel_tool_calls=True,
+        parallel_tool_calls=fields.parallel_tool_calls is not False,
         previous_response_id=None,
         background=False,
         reasoning=reasoning,
         store=False,
-        text=dict(format=dict(type="text")),
-        tool_choice="auto",
-        tools=[],
+        text=dict(format=(fields.text and fields.text.format) or dict(type="text")),
+        tool_choice=fields.tool_choice or "auto",
+        tools=functions(fields.tools),
         top_logprobs=fields.top_logprobs or 0,
         truncation="disabled",
         user=fields.user,
