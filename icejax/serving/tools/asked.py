@@ -62,9 +62,7 @@ def asked_tools(tokenizer: Any, tools: list[Any] | None, choice: Any, *, paralle
         raise ApiError(400, f"tool_choice names {quoted(name)}, which is none of the tools", param="tool_choice")
     form = form_of(tokenizer)
     if form is None:
-        message = (
-            "the model's chat template has no tool calls of a known form (hermes, Mistral, Llama 3, harmony): leave tools out"
-        )
+        message = "the chat template has no tool calls of a known form (hermes, Mistral, Llama 3, harmony): leave tools out"
         raise ApiError(400, message, param="tools", code="unsupported_parameter")
     chosen = Choice(required=required, name=name, parallel=parallel is not False)
     return Asked(form=form, tools=functions, choice=chosen)

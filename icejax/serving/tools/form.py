@@ -18,6 +18,7 @@ from icejax.engine.response import GenerationResponse
 from icejax.serving.tools.events import Event
 from icejax.text.grammar import Grammar, json_rule, literal
 
+MOST_CALLS = 16  # of an answer that must call: without an end to them a small model may call for ever
 CLOSE = dict(whitespace_flexible=False, item_separator=", ?", key_separator=": ?")  # JSON without line breaks
 
 
@@ -122,6 +123,11 @@ class Form(ABC):
     def mark(self, name: str) -> str:
         """Returns a mark of the form in a grammar: its token, or its text if no token has this name."""
         return f"<[{self.tokens[name]}]>" if name in self.tokens else literal(name)
+
+
+def one_or_several(rule: str, between: str, *, parallel: bool) -> str:
+    """Returns the part of a rule that matches what `rule` does or, if `parallel`, several of it with `between` between them."""
+    return f"{rule} ({between} {rule}){{0,{MOST_CALLS - 1}}}" if parallel else rule
 
 
 def call_rule(number: int, tool: Tool, key: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from icejax.serving.tools.events import Event
-from icejax.serving.tools.form import Form, Parser, Tool, arguments_rule, call_rule
+from icejax.serving.tools.form import Form, Parser, Tool, arguments_rule, call_rule, one_or_several
 from icejax.serving.tools.json_values import SPACES
 from icejax.serving.tools.marked import MarkedParser
 from icejax.text.grammar import Grammar
@@ -22,7 +22,7 @@ class Hermes(Form):
     """Several calls follow one another."""
 
     def _calls(self, tools: Sequence[Tool], *, parallel: bool) -> Grammar:
-        rules = ["answer: call" + (' ("\\n" call)*' if parallel else "")]
+        rules = ["answer: " + one_or_several("call", '"\\n"', parallel=parallel)]
         calls = " | ".join(call_rule(i, tool, "arguments") for i, tool in enumerate(tools))
         rules.append(f'call: {self.mark(OPENING)} "\\n" ({calls}) "\\n" {self.mark(CLOSING)}')
         return Grammar("\n".join([*rules, *map(arguments_rule, range(len(tools)), tools)]), has_marks=True)

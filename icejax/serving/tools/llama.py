@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from icejax.serving.tools.events import Event, Text
-from icejax.serving.tools.form import Form, Parser, Tool, arguments_rule, call_rule
+from icejax.serving.tools.form import Form, Parser, Tool, arguments_rule, call_rule, one_or_several
 from icejax.serving.tools.json_values import SPACES, CallReader
 from icejax.serving.tools.marked import MarkedParser
 from icejax.text.grammar import Grammar
@@ -21,7 +21,7 @@ class Llama(Form):
 
     def _calls(self, tools: Sequence[Tool], *, parallel: bool) -> Grammar:
         calls = " | ".join(call_rule(i, tool, "parameters") for i, tool in enumerate(tools))
-        rules = ["answer: call" + (' ("; " call)*' if parallel else ""), f"call: {calls}"]
+        rules = ["answer: " + one_or_several("call", '"; "', parallel=parallel), f"call: {calls}"]
         return Grammar("\n".join([*rules, *map(arguments_rule, range(len(tools)), tools)]), has_marks=True)
 
     def parser(self) -> Parser:

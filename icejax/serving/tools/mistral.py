@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from icejax.serving.tools.events import Event, Text
-from icejax.serving.tools.form import Form, Parser, Tool, arguments_rule, call_rule
+from icejax.serving.tools.form import Form, Parser, Tool, arguments_rule, call_rule, one_or_several
 from icejax.serving.tools.json_values import SPACES, ArgumentsReader
 from icejax.serving.tools.marked import MarkedParser
 from icejax.text.grammar import Grammar, literal
@@ -37,11 +37,11 @@ class Mistral(Form):
         if self.named:
             between = self.mark(ARGUMENTS) if ARGUMENTS in self.tokens else '""'
             call = " | ".join(f"{literal(tool.name)} {between} arguments{i}" for i, tool in enumerate(tools))
-            answer = f"answer: one{'+' if parallel else ''}\none: {opening} ({call})"
+            answer = "answer: " + one_or_several("one", '""', parallel=parallel) + f"\none: {opening} ({call})"
         else:
             call = " | ".join(call_rule(i, tool, "arguments") for i, tool in enumerate(tools))
-            more = ' (", " one)*' if parallel else ""
-            answer = f'answer: {opening} " "? "[" one{more} "]"\none: {call}'
+            ones = one_or_several("one", '", "', parallel=parallel)
+            answer = f'answer: {opening} " "? "[" {ones} "]"\none: {call}'
         return Grammar("\n".join([answer, *rules]), has_marks=True)
 
     def parser(self) -> Parser:

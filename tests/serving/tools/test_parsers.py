@@ -7,7 +7,7 @@ import re
 import pytest
 
 from icejax.serving.tools.events import CallArguments, CallBegin, CallEnd, Text
-from icejax.serving.tools.form import joined
+from icejax.serving.tools.form import Choice, Tool, joined
 from icejax.serving.tools.harmony import Harmony
 from icejax.serving.tools.hermes import Hermes
 from icejax.serving.tools.llama import Llama
@@ -115,6 +115,47 @@ def test_an_answer_is_read_wherever_it_is_cut(form, answer, expected):
     cuts = [(), tuple(range(len(answer))), *((at,) for at in range(1, len(answer)))]
     for cut in cuts:
         assert parsed(form, pieces_of(answer, cut)) == expected, cut
+
+
+TOOLS = [
+    Tool(
+        name="f",
+        parameters={"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"type": "integer"}}, "required": ["a"]},
+    ),
+    Tool(name="g.h", parameters={"type": "object", "properties": {"z": {"type": "array", "uniqueItems": True}}}),
+]
+
+
+@pytest.mark.parametrize(
+    "form, opening, between, closing",
+    [
+        (FORMS["hermes"], '<tool_call>\n{"name": "NAME", "arguments": ', "\n", "}\n</tool_call>"),
+        (FORMS["llama"], '{"name": "NAME", "parameters": ', "; ", "}"),
+        (Mistral(named=True, tokens={}, specials={}), "[TOOL_CALLS]NAME", "", ""),
+        (FORMS["mistral"], '{"name": "NAME", "arguments": ', ", ", "}"),
+        (FORMS["harmony"], "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", None, ""),
+    ],
+)
+def test_a_grammar_allows_calls_that_follow_their_schemas_alone(form, opening, between, closing):
+    llguidance = pytest.importorskip("llguidance")
+    tokens = llguidance.LLTokenizer("byte")
+
+    def allows(*calls: tuple[str, str], **choice) -> bool:
+        text = (between or "").join(opening.replace("NAME", name) + arguments + closing for name, arguments in calls)
+        text = f"[TOOL_CALLS][{text}]" if opening.startswith('{"name": "NAME", "arg') else text
+        rules = form.grammar(TOOLS, Choice(required=True, **choice)).rules
+        matcher = llguidance.LLMatcher(tokens, llguidance.LLMatcher.grammar_from_lark(f"start: answer\n{rules}"), log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher.try_consume_tokens(list(text.encode())) == len(text) and matcher.is_accepting()
+
+    assert allows(("f", '{"a": 1}')) and allows(("g.h", "{}"))
+    assert not allows(("f", '{"a": "1"}')) and not allows(("f", "{}")) and not allows(("k", "{}"))
+    assert allows(("f", '{"a":1}'), ("g.h", '{"z": [1, 1]}')) == (between is not None)
+    assert not allows(("f", '{"a": 1}'), ("f", '{"a": 1}'), parallel=False)
+    assert allows(("f", '{"a": 1}'), name="f") and not allows(("g.h", "{}"), name="f")
+    if between is not None:
+        assert allows(*[("g.h", "{}")] * 16) and not allows(*[("g.h", "{}")] * 17)
+    assert form.grammar(TOOLS, Choice()) is None
 
 
 def test_arguments_come_as_they_are_written():
