@@ -2,7 +2,9 @@
 
 import json
 from dataclasses import replace
+from typing import Literal
 
+import pydantic
 import pytest
 
 import icejax
@@ -223,12 +225,18 @@ def test_the_openai_package_reads_responses(server, expected):
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="x", max_retries=0)
     assert client.responses.create(**BODY).output_text == expected.text
-    with client.responses.stream(**BODY) as stream:
+    stop = expected.text[5:7]
+    with client.responses.stream(**BODY, extra_body=dict(stop=stop)) as stream:
         names = {event.type for event in stream}
-        final = stream.get_final_response()
-    assert final.output_text == expected.text and final.status == "incomplete" and "response.output_text.delta" in names
+        final = stream.get_final_response()  # only of a response that is completed
+    assert final.output_text == expected.text[: expected.text.index(stop)] and "response.output_text.delta" in names
     assert final.usage.input_tokens == expected.prompt_tokens
     again = [MESSAGES[1], *(item.model_dump() for item in final.output), dict(role="user", content="b")]
     assert client.responses.create(**BODY | dict(input=again)).usage.input_tokens > expected.prompt_tokens
+
+    class One(pydantic.BaseModel):
+        a: Literal["x"]
+
+    assert client.responses.parse(**BODY | dict(max_output_tokens=60), text_format=One).output_parsed == One(a="x")
     with pytest.raises(openai.BadRequestError, match="send the whole conversation"):
         client.responses.create(**BODY, previous_response_id="resp_1")
