@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from icejax.checks.errors import InputError, printable, quoted
+from icejax.checks.numbers import is_unicode
 from icejax.text.chat_messages import json_value
 from icejax.text.grammar_thoughts import before_answer
 from icejax.text.tokenizer_errors import tokenizer_error_from
@@ -168,6 +169,8 @@ def compiled(grammar: Grammar, tokenizer: Any, prompt: Sequence[int], *, eos: Se
     """
     if len(grammar.rules) > MOST_RULES:
         raise InputError(f"a grammar has {len(grammar.rules)} characters, of at most {MOST_RULES}: shorten its schemas")
+    if not is_unicode(grammar.rules):
+        raise InputError("a grammar must be Unicode text")
     tokens = prepared(tokenizer, eos)
     from llguidance import LLMatcher
 

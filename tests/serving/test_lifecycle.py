@@ -214,15 +214,22 @@ def test_an_address_that_is_in_use_or_none_is_told():
 
 
 def test_a_warm_up_has_a_prompt_of_every_size_and_rows_of_every_kind():
-    asked, told = [], []
+    asked, told, reads = [], [], True
 
     def submit(request, **options):
-        asked.append((len(request.prompt), *options.get("sampling").__class__.__name__[:1], options.get("logprobs")))
+        asked.append((len(request.prompt), request.sampling, request.logprobs, request.grammar))
+        if request.grammar is not None and not reads:
+            raise InputError("llguidance cannot read the tokenizer")
         return SimpleNamespace(result=lambda: None)
 
     warm_up(SimpleNamespace(context_length=700, max_new_tokens=5, submit=submit), tokens=600, tell=lambda *x: told.append(x))
-    assert [size for size, *_ in asked] == [256, 256, 256, 256, 384, 512, 600, 272, 288, 320, 384, 512]
-    assert told[-1] == (12, 12)
+    assert [size for size, *_ in asked] == [256, 256, 256, 256, 384, 512, 600, 272, 288, 320, 384, 512, 256, 256, 256]
+    assert told[-1] == (15, 15)
+    assert [kind[1:3] for kind in asked[:3]] == [kind[1:3] for kind in asked[-3:]] and asked[-4][3] is None != asked[-1][3]
+    reads = False
+    asked.clear()
+    warm_up(SimpleNamespace(context_length=700, max_new_tokens=5, submit=submit), tokens=600, tell=lambda *x: told.append(x))
+    assert len(asked) == 13 and told[-1] == (15, 15)
     asked.clear()
     warm_up(SimpleNamespace(context_length=700, max_new_tokens=5, submit=submit), tokens=0)
     assert asked == []

@@ -84,6 +84,7 @@ class Output:
         events = self._grown(self._thoughts, piece.reasoning or "", [])
         for call, event in found:
             events += self._grown(TEXT, event.text, logprobs) if call is None else self._of_call(call, event)
+            logprobs = logprobs if call else []  # a piece may have two texts
         if piece.finish_reason is not None:
             events += self._ended("completed" if piece.finish_reason == "stop" else "incomplete")
         return events
