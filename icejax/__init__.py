@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from icejax.engine.response import GenerationResponse
     from icejax.engine.sampling import Sampling
     from icejax.session.session import Session
+    from icejax.text.grammar import Grammar
 
 __version__ = "0.1.0"
 # Imported at first use: importing JAX takes seconds, and a command line must react to Ctrl-C before that.
@@ -27,6 +28,7 @@ _MODULES = {
     "Engine": "api.engine",
     "Full": "cache.registry",
     "GenerationResponse": "engine.response",
+    "Grammar": "text.grammar",
     "InputError": "checks.errors",
     "Request": "engine.request",
     "Sampling": "engine.sampling",
@@ -46,6 +48,7 @@ __all__ = [
     "Engine",
     "Full",
     "GenerationResponse",
+    "Grammar",
     "InputError",
     "Request",
     "Sampling",

@@ -15,6 +15,7 @@ from icejax.engine.sampling import check_bias
 from icejax.engine.serving.core import Job
 from icejax.models.decoder import CausalLM
 from icejax.runtime.compile_clock import Mark
+from icejax.text.grammar import compiled
 
 MOST_SAMPLES = 1024  # answers to a prompt
 SAMPLE_STEP = 2654435761  # between the indices of a prompt's answers, so that prompts that follow draw differently
@@ -47,7 +48,12 @@ def jobs_of(
         seed, index = (answer.seed, request.index) if request.seed is None else (request.seed, 0)
         fields = dict(tokens=tokens, options=options, limit=limit, started=started, index=i, number=request.index + 1)
         fields |= dict(forced=forced, prompt_logprobs=request.prompt_logprobs)
+        matcher = None
+        if request.grammar is not None:
+            known = dict(eos=model.config.eos_token_ids, vocabulary=model.config.vocab_size)
+            matcher = compiled(request.grammar, tokenizer, tokens.tolist(), **known)
         for sample in range(n):
             draw = seed, (index + sample * SAMPLE_STEP) % 2**32
+            fields |= dict(matcher=matcher if matcher is None or not sample else matcher.copy())
             jobs.append(Job(draw=draw, sample=sample, samples=n, salt=str(i), **fields))  # a text depends on its prompt alone
     return jobs

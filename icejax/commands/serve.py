@@ -17,7 +17,7 @@ from icejax.commands import options
 from icejax.commands.options import Parser
 from icejax.commands.terminal.process import draining, ending, write
 
-NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
+NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 KEY_VARIABLE = "ICEJAX_API_KEY"
 MAX_NEW_TOKENS, WARMUP = 4096, 2048
 

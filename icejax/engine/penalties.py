@@ -30,7 +30,7 @@ class RowPenalties:
     An array [B, V] that no row needs is None.
 
     Attributes:
-        seen: which tokens the text holds, prompt and answer; for the repetition penalty.
+        seen: how often the text holds each token, prompt and answer; for the repetition penalty.
         counts: how often the answer holds each token; for the presence and the frequency penalty.
         bias: what is added to the logit of each token.
     """
@@ -38,7 +38,7 @@ class RowPenalties:
     repetition_penalty: jax.Array  # f32[B]
     presence_penalty: jax.Array  # f32[B]
     frequency_penalty: jax.Array  # f32[B]
-    seen: jax.Array | None  # bool[B, V]
+    seen: jax.Array | None  # i32[B, V]
     counts: jax.Array | None  # i32[B, V]
     bias: jax.Array | None  # f32[B, V]
 
@@ -54,9 +54,9 @@ class RowPenalties:
         values = {name: jnp.asarray([getattr(row, name) for row in rows], jnp.float32) for name in names}
         seen = counts = bias = None
         if any(row.repetition_penalty != 1 for row in rows):
-            seen = np.zeros((len(rows), vocabulary), bool)
+            seen = np.zeros((len(rows), vocabulary), np.int32)
             for row_seen, text in zip(seen, texts, strict=True):
-                row_seen[np.asarray(text)] = True
+                np.add.at(row_seen, np.asarray(text), 1)
             seen = jnp.asarray(seen)
         if any(row.presence_penalty or row.frequency_penalty for row in rows):
             counts = jnp.zeros((len(rows), vocabulary), jnp.int32)
@@ -74,7 +74,7 @@ class RowPenalties:
             logits = logits + self.bias
         if self.seen is not None:
             penalty = self.repetition_penalty[:, None]
-            logits = jnp.where(self.seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+            logits = jnp.where(self.seen > 0, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
         if self.counts is not None:
             logits = logits - self.frequency_penalty[:, None] * self.counts.astype(jnp.float32)
             logits = logits - jnp.where(self.counts > 0, self.presence_penalty[:, None], 0)
@@ -82,14 +82,20 @@ class RowPenalties:
 
     def after(self, tokens: Int[Array, " B"]) -> RowPenalties:
         """Returns the penalties behind one more answer token of each row."""
+        return self._counted(tokens, 1)
+
+    def before(self, tokens: Int[Array, " B"]) -> RowPenalties:
+        """Returns the penalties before each row's newest token, which is taken back."""
+        return self._counted(tokens, -1)
+
+    def _counted(self, tokens: Int[Array, " B"], times: int) -> RowPenalties:
         row = jnp.arange(len(tokens))
-        seen = None if self.seen is None else self.seen.at[row, tokens].set(True)
-        counts = None if self.counts is None else self.counts.at[row, tokens].add(1)
+        seen, counts = (None if x is None else x.at[row, tokens].add(times) for x in (self.seen, self.counts))
         return replace(self, seen=seen, counts=counts)
 
     def behind(self, text: Int[Array, " T"]) -> RowPenalties:
         """Returns the penalties of one row before its answer to a further text."""
-        seen = None if self.seen is None else self.seen.at[0, text].set(True)
+        seen = None if self.seen is None else self.seen.at[0, text].add(1)
         return replace(self, seen=seen, counts=None if self.counts is None else jnp.zeros_like(self.counts))
 
 

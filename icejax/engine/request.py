@@ -11,6 +11,7 @@ from icejax.checks.errors import InputError, quoted, suggestion
 from icejax.checks.numbers import integer
 from icejax.engine.sampling import Sampling, checked_sampling
 from icejax.text.detokenize import stop_strings
+from icejax.text.grammar import Grammar
 
 Prompt = str | Sequence[int]
 MOST_LOGPROBS = 1000  # most likely tokens that may be reported with each token
@@ -82,9 +83,12 @@ class Request:
             `logprobs` gives the log-probability of each. None: the model answers.
         prompt_logprobs: number of most likely tokens to report with the log-probability of each prompt token but the first, at
             most 1,000, from exact attention. Such a prompt uses no cached prefix. None: none are reported.
+        grammar: what the answer's text may be, such as `Grammar.json_schema({...})`; thoughts before it are free. The answer
+            ends with `stop` where the grammar ends. None: it may be anything.
 
     Raises:
-        InputError: a number, a forced token or a flag is out of range, or `sampling` is no `Sampling`.
+        InputError: a number, a forced token or a flag is out of range, `sampling` is no `Sampling`, `grammar` is no `Grammar`,
+            or the request has forced tokens too.
     """
 
     prompt: Prompt
@@ -98,8 +102,13 @@ class Request:
     index: int | None = None
     forced_tokens: Sequence[int] | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InputError(f"grammar must be an icejax.Grammar, got {quoted(self.grammar)}")
+        if self.grammar is not None and self.forced_tokens is not None:
+            raise InputError("a request has forced_tokens and a grammar: give one of them")
         if self.prompt_logprobs is not None:
             integer("prompt_logprobs", self.prompt_logprobs, least=0, most=MOST_LOGPROBS)
         checked_sampling(self.sampling)

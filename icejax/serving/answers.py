@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,10 +99,15 @@ class Answers:
             if self._left:
                 self.cancel()
 
-    async def whole(self) -> list[GenerationResponse] | None:
-        """Returns the whole answers, in order; None if the request was cancelled. Errors are those of `pieces`."""
+    async def whole(self, read: Callable[[int, GenerationResponse], Any]) -> list[GenerationResponse] | None:
+        """Returns the whole answers, in order; None if the request was cancelled. Errors are those of `pieces`.
+
+        Args:
+            read: called with the number of an answer and each of its pieces.
+        """
         parts: dict[int, list[GenerationResponse]] = {}
         async for at, piece in self.pieces():
+            read(at, piece)
             parts.setdefault(at, []).append(piece)
         return None if self._left else [join(parts[at]) for at in sorted(parts)]
 

@@ -6,7 +6,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from icejax.serving.guard import Guard
-from icejax.serving.routes import chat, completions, messages, schema, status, tokens
+from icejax.serving.routes import chat, completions, messages, responses, schema, status, tokens
 from icejax.serving.service import Service
 
 
@@ -21,6 +21,7 @@ def make_app(service: Service) -> ASGIApp:
         Route("/v1/models/{name:path}", status.model),
         Route("/v1/completions", completions.completions, methods=["POST"]),
         Route("/v1/chat/completions", chat.chat_completions, methods=["POST"]),
+        Route("/v1/responses", responses.responses, methods=["POST"]),
         Route("/v1/messages", messages.messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),

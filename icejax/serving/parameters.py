@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from icejax.checks.errors import InputError, quoted
+from icejax.checks.errors import InputError
 from icejax.checks.numbers import is_unicode
 from icejax.engine.sampling import Sampling
 from icejax.serving.errors import ApiError
@@ -18,21 +18,19 @@ from icejax.text.detokenize import stop_strings
 SAMPLING = [field.name for field in dataclasses.fields(Sampling)]
 # Fields that ask for something which is not built; the names of their values that ask for nothing.
 NOT_BUILT = (
-    "min_tokens use_beam_search prompt_logprobs stop_token_ids logits_processors guided_json guided_regex guided_choice "
-    "guided_grammar structured_outputs functions audio web_search_options suffix"
+    "min_tokens use_beam_search prompt_logprobs stop_token_ids logits_processors guided_grammar functions audio "
+    "web_search_options"
 ).split()
 NO_EOS = -100.0  # logit bias of tokens that must not come
 
 
 def refuse_not_built(fields: AnswerFields) -> None:
-    """Raises ApiError 400 for a field that asks for something which is not built, by its name."""
+    """Raises ApiError 400 for a field that asks for something which is not built or needs another field, by its name."""
+    if fields.stream_options is not None and not fields.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
     for name in NOT_BUILT:
         if getattr(fields, name, None):
             raise ApiError(400, f"{name} is not supported: leave it out", param=name, code="unsupported_parameter")
-    form = (fields.response_format or {}).get("type", "text")
-    if form != "text":
-        message = f"response_format of type {quoted(form)} is not supported: expected text, or leave it out"
-        raise ApiError(400, message, param="response_format", code="unsupported_parameter")
 
 
 def sampling_of(fields: AnswerFields, defaults: Mapping[str, Any], eos: tuple[int, ...]) -> Sampling:

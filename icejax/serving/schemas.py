@@ -23,6 +23,7 @@ FORMS = {  # of the fields that have several
     "stop": f"must be text, or a list of at most {MOST_STOPS} texts",
     "tool_choice": "must be text or an object",
     "system": "must be text, or a list of text blocks",
+    "input": "must be text, or a list of items",
 }
 Body = TypeVar("Body", bound="Schema")
 
@@ -62,18 +63,18 @@ class AnswerFields(Schema):
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     parse_special: bool | None = None
+    response_format: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None
     # Not built:
     min_tokens: Any = None
     use_beam_search: Any = None
     prompt_logprobs: Any = None
     stop_token_ids: Any = None
     logits_processors: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
     guided_grammar: Any = None
-    structured_outputs: Any = None
-    response_format: dict[str, Any] | None = None
 
 
 class CompletionRequest(AnswerFields):
@@ -98,6 +99,7 @@ class ChatRequest(AnswerFields):
     reasoning_effort: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     # Not built:
     functions: Any = None
     audio: Any = None
@@ -114,6 +116,42 @@ class MessagesRequest(AnswerFields):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Thinking(Schema):
+    """How a model thinks, in `/v1/responses`; `summary` asks for the thoughts in the place of a summary."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class TextForm(Schema):
+    """The form of a response's text; `format` is a `response_format` whose JSON schema stands beside its type."""
+
+    format: dict[str, Any] | None = None
+
+
+class ResponsesRequest(AnswerFields):
+    """The body of `/v1/responses`: `input` is a text, or the items of a conversation."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    reasoning: Thinking | None = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    metadata: dict[str, str] | None = None
+    truncation: str | None = None
+    text: TextForm | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Not built:
+    previous_response_id: Any = None
+    conversation: Any = None
+    background: Any = None
+    prompt: Any = None
 
 
 class TokenizeRequest(Schema):

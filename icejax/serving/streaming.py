@@ -38,11 +38,12 @@ def named_event(value: dict[str, Any]) -> bytes:
 
 def chunks(about: dict[str, Any], usage: Usage, options: Any) -> tuple[Callable[..., bytes], Callable[[], list[bytes]]]:
     """Returns what makes an event of choices, and what makes the last events, with the usage that `stream_options` asks for."""
-    has_usage, always = bool(options and options.include_usage), bool(options and options.continuous_usage_stats)
+    has_usage = bool(options and options.include_usage)
+    always = bool(has_usage and options.continuous_usage_stats)
 
     def chunk(choices: list[dict[str, Any]], *, usage_now: bool = False) -> bytes:
         value = about | dict(choices=choices)
-        if has_usage or always:
+        if has_usage:
             value["usage"] = usage.body() if usage_now or always else None
         return event(value)
 
@@ -70,11 +71,20 @@ async def open_while(request_receive: Receive, answers: Answers, service: Servic
 
 
 async def whole_response(
-    request: Request, answers: Answers, service: Service, body: Callable[[list[GenerationResponse]], dict[str, Any]]
+    request: Request,
+    answers: Answers,
+    service: Service,
+    body: Callable[[list[GenerationResponse]], dict[str, Any]],
+    *,
+    read: Callable[[int, GenerationResponse], Any] = lambda number, piece: None,
 ) -> Response:
-    """Returns the response with all answers, of which `body` makes the object; an error if they were cut."""
+    """Returns the response with all answers, of which `body` makes the object; an error if they were cut.
+
+    Args:
+        read: called with the number of an answer and each of its pieces.
+    """
     async with open_while(request.receive, answers, service):
-        responses = await answers.whole()
+        responses = await answers.whole(read)
     if responses is None:
         raise CUT
     return json_response(body(responses))

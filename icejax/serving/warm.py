@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from icejax.api.engine import Engine
+from icejax.checks.errors import InputError
 from icejax.engine.buckets import SHORTEST, bucket
 from icejax.engine.request import Request
 from icejax.engine.sampling import Sampling
+from icejax.text.grammar import Grammar
 
 SALT = "warm-up"  # and the number of tokens, or a prompt would find the one before it and not be prefilled
 DRAWN, PENALISED = Sampling(temperature=1.0), Sampling(temperature=1.0, frequency_penalty=0.1)
 BIASED = [Sampling(temperature=temperature, logit_bias={0: -1.0}) for temperature in (0.0, 1.0)]  # as by `ignore_eos`
 STEPS = 33  # tokens of the first answer: the window's pages of usual sizes become full
 BEHIND = (16, 32, 64, 128, 256, 384, 512)  # tokens of texts behind a cached prefix, which are those of one prompt before
+LONG = Grammar.regex("a{9}")
 LOGPROBS = 20  # the most that a chat may ask for
 
 
 def warm_up(engine: Engine, *, tokens: int, tell: Callable[[int, int], None] | None = None) -> None:
-    """Runs prompts of all sizes up to `tokens`, and rows that draw, have penalties and report log-probabilities.
+    """Runs prompts of all sizes up to `tokens`, and rows that draw, have penalties, a grammar, and report log-probabilities.
+
+    Where llguidance cannot read the tokenizer, there is no row with a grammar; a request for one is told why.
 
     Args:
         tell: called with the number of prompts done, and the number in all.
@@ -31,13 +36,24 @@ def warm_up(engine: Engine, *, tokens: int, tell: Callable[[int, int], None] | N
     sizes = _sizes(most)
     prompts = [([0] * size, options, f"{SALT} {size}") for size in sizes for options in (kinds if size == sizes[0] else [{}])]
     prompts += [([0] * SHORTEST + [1] * size, {}, SALT) for size in (0, *BEHIND) if SHORTEST + size <= most]
-    for number, (prompt, options, salt) in enumerate(prompts):
+    requests = []
+    for prompt, options, salt in prompts:
+        count = min(3 if requests else STEPS, engine.max_new_tokens, engine.context_length - len(prompt))
+        requests.append((Request(prompt=prompt, forced_tokens=[0] * count, **options), salt))  # without an end
+    count = min(3, engine.max_new_tokens)
+    rows = [Request(prompt=[0] * sizes[0], grammar=LONG, max_new_tokens=count, **options) for options in kinds[:3]]
+    requests += [(row, SALT) for row in rows]
+    for number, (request, salt) in enumerate(requests):
         if tell is not None:
-            tell(number, len(prompts))
-        forced = [0] * min(3 if number else STEPS, engine.max_new_tokens, engine.context_length - len(prompt))
-        engine.submit(Request(prompt=prompt, forced_tokens=forced), cache_salt=salt, **options).result()
+            tell(number, len(requests))
+        try:
+            engine.submit(request, cache_salt=salt).result()
+        except InputError:
+            if request.grammar is None:
+                raise
+            break
     if tell is not None:
-        tell(len(prompts), len(prompts))
+        tell(len(requests), len(requests))
 
 
 def _sizes(most: int) -> list[int]:

@@ -36,7 +36,7 @@ def encode(
     controls = ControlTokens(tokenizer)
     if not controls.ids:
         return whole
-    before, behind = _added(call) if adds else ([], [])
+    before, behind = added_tokens(tokenizer) if adds else ([], [])
     if parse_special:
         is_double = bool(before) and whole[len(before) : 2 * len(before)] == before
         return whole[len(before) :] if is_double else whole
@@ -73,8 +73,9 @@ def _call(tokenizer: Any, text: str, *, add_special_tokens: bool = False, **opti
     return list(tokenizer(str(text), add_special_tokens=add_special_tokens, verbose=False, **options)["input_ids"])
 
 
-def _added(call: Encode) -> tuple[list[int], list[int]]:
+def added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Returns the special tokens that a tokenizer adds before and behind a text."""
+    call = functools.partial(_call, tokenizer)
     bare, whole = call("a"), call("a", add_special_tokens=True)
     starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
     return (whole[: starts[0]], whole[starts[0] + len(bare) :]) if starts else ([], [])

@@ -18,7 +18,8 @@ from icejax.text.detokenize import decoded
 MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"), ("◁think▷", "◁/think▷"))
 TAIL = 16  # tokens at the end of a prompt in which an opening mark is looked for
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>")
+END = "<|end|>"
+ENDS = (END, "<|call|>", "<|return|>")
 HEADER = 64  # most tokens of the header of a harmony message
 THOUGHTS = "analysis"  # harmony's channel of thoughts; every other channel is part of the answer
 
@@ -59,22 +60,26 @@ class Whole:
 
 
 class Marked(Whole):
-    """Thoughts between two marks at the beginning of an answer. Spaces around the marks are dropped."""
+    """Thoughts between two marks at the beginning of an answer. Spaces around the marks are dropped.
+
+    Attributes:
+        opening, closing: the marks.
+    """
 
     def __init__(self, opening: str, closing: str, *, inside: bool) -> None:
         """Begins before an answer; `inside`: whether the prompt has written the opening mark."""
-        self._opening, self._closing = opening, closing
+        self.opening, self.closing = opening, closing
         self._place = "inside" if inside else "before"
         self._held, self._thought, self.apart = "", False, inside
 
     def take(self, text: str, special: str | None = None) -> Parts:
-        self._held += text + (special if special in (self._opening, self._closing) and self._place != "answer" else "")
+        self._held += text + (special if special in (self.opening, self.closing) and self._place != "answer" else "")
         reasoning = None
         if self._place == "before":
             start = self._held.lstrip()
-            if start.startswith(self._opening):
-                self._place, self._held, self.apart = "inside", start[len(self._opening) :], True
-            elif self._opening.startswith(start):
+            if start.startswith(self.opening):
+                self._place, self._held, self.apart = "inside", start[len(self.opening) :], True
+            elif self.opening.startswith(start):
                 return Parts()  # it may still become the mark
             else:
                 self._place = "answer"
@@ -96,11 +101,11 @@ class Marked(Whole):
 
     def _thoughts(self) -> str:
         """Returns the thoughts that are complete; holds spaces and a beginning of the closing mark back."""
-        thoughts, closing, behind = self._held.partition(self._closing)
+        thoughts, closing, behind = self._held.partition(self.closing)
         if closing:
             self._place = "behind"
         else:
-            begun = max(n for n in range(len(self._closing)) if thoughts.endswith(self._closing[:n]))
+            begun = max(n for n in range(len(self.closing)) if thoughts.endswith(self.closing[:n]))
             thoughts = thoughts[: len(thoughts) - begun]
         out = thoughts.rstrip()
         self._held = behind if closing else self._held[len(out) :]
@@ -110,20 +115,23 @@ class Marked(Whole):
 
 
 class Harmony(Whole):
-    """Messages in channels: <|start|>role<|channel|>name<|message|>text<|end|>. A tool call keeps its recipient in the text."""
+    """Messages in channels: <|start|>role<|channel|>name<|message|>text<|end|>. A tool call keeps its recipient in the text.
 
-    def __init__(self, *, header: str | None = None, thinks: bool = False) -> None:
+    Attributes:
+        begun: what the prompt has begun: nothing, the header of a message, its `text`, or the text of `thoughts`.
+    """
+
+    def __init__(self, *, header: str | None = None, begun: str = "nothing") -> None:
         """Begins before an answer.
 
         Args:
             header: the header that the prompt has begun, without its role; None: it has begun none.
-            thinks: whether the prompt has begun a message of thoughts.
         """
-        self._header, self._thinks = header, thinks
+        self._header, self._thinks, self.begun = header, begun == "thoughts", begun
         self._roleless = header == ""  # the role is in the prompt: plain text behind it is an answer without channels
         self._said: set[bool] = set()  # the kinds of message, thoughts or not, that have had text
         self._first = True
-        self.apart = thinks
+        self.apart = self._thinks
 
     def take(self, text: str, special: str | None = None) -> Parts:
         parts = self._text(text) if text else Parts()
@@ -170,7 +178,7 @@ def _channel(header: str) -> str | None:
     return match[1] if match else None
 
 
-def _added(tokenizer: Any) -> dict[str, int]:
+def added_tokens(tokenizer: Any) -> dict[str, int]:
     """Returns the ids of the tokenizer's added tokens by text."""
     added = getattr(tokenizer, "added_tokens_decoder", None)  # not all tokenizers have the attribute
     return {token.content: number for number, token in added.items()} if isinstance(added, Mapping) else {}
@@ -178,7 +186,7 @@ def _added(tokenizer: Any) -> dict[str, int]:
 
 def is_harmony(tokenizer: Any) -> bool:
     """Says whether a model with this tokenizer answers in harmony messages."""
-    return {START, CHANNEL, MESSAGE} <= _added(tokenizer).keys()
+    return {START, CHANNEL, MESSAGE} <= added_tokens(tokenizer).keys()
 
 
 def splitter(tokenizer: Any, prompt: Sequence[int]) -> Whole:
@@ -189,7 +197,7 @@ def splitter(tokenizer: Any, prompt: Sequence[int]) -> Whole:
     """
     if is_harmony(tokenizer):
         return _harmony(tokenizer, list(prompt))
-    added, templates = _added(tokenizer), getattr(tokenizer, "chat_template", None) or ""
+    added, templates = added_tokens(tokenizer), getattr(tokenizer, "chat_template", None) or ""
     templates = templates.values() if isinstance(templates, Mapping) else [templates]
     for opening, closing in MARKS:
         if closing in added or any(isinstance(template, str) and closing in template for template in templates):
@@ -200,7 +208,7 @@ def splitter(tokenizer: Any, prompt: Sequence[int]) -> Whole:
 
 def _harmony(tokenizer: Any, prompt: list[int]) -> Harmony:
     """Returns what takes a harmony answer apart, from the last message that the prompt has begun."""
-    added = _added(tokenizer)
+    added = added_tokens(tokenizer)
     if added[START] not in prompt:
         return Harmony()
     begun = prompt[len(prompt) - prompt[::-1].index(added[START]) :]
@@ -208,5 +216,5 @@ def _harmony(tokenizer: Any, prompt: list[int]) -> Harmony:
         return Harmony()
     header = decoded(tokenizer, begun[:HEADER], skip_special_tokens=False)
     if MESSAGE in header:
-        return Harmony(thinks=_channel(header.partition(MESSAGE)[0]) == THOUGHTS)
-    return Harmony(header=header[header.index(CHANNEL) :] if CHANNEL in header else "")
+        return Harmony(begun="thoughts" if _channel(header.partition(MESSAGE)[0]) == THOUGHTS else "text")
+    return Harmony(header=header[header.index(CHANNEL) :] if CHANNEL in header else "", begun="header")

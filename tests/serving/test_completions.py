@@ -106,6 +106,20 @@ def test_a_stream_has_an_event_per_token(server, alone):
     assert "usage" not in server.events(PATH, body)[-1]
 
 
+def test_a_text_before_a_suffix_is_filled_in_by_the_models_marks(server, alone, monkeypatch):
+    """The bundled model has no such marks: three of its bytes stand for them."""
+    from icejax.text import infill
+
+    error = server.refusal(PATH, dict(prompt="a", suffix="b"))
+    assert (error["param"], error["message"]) == ("suffix", infill.NO_INFILL)
+    monkeypatch.setattr(infill, "FORMS", (("<", ">", "|"),))
+    expected = alone([*b"<def f(> + b|"], max_new_tokens=9).text
+    assert server.ask(PATH, dict(prompt="def f(", suffix=" + b", **GREEDY))["choices"][0]["text"] == expected
+    assert server.refusal(PATH, dict(prompt=[1], suffix="b"))["message"] == "suffix needs prompts that are text, not token ids"
+    error = server.refusal(PATH, dict(prompt="a", suffix="b", echo=True))
+    assert error["message"] == "suffix and echo do not go together: leave one out"
+
+
 @pytest.mark.slow
 def test_ignored_ends_do_not_come(server, chatty):
     eos = chatty[0].config.eos_token_ids

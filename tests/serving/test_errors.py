@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.server import wait_for
 
-COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
+COMPLETIONS, CHAT, TOKENIZE, RESPONSES = "/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/responses"
 MESSAGES = [{"role": "user", "content": "a"}]
 TEXT = dict(prompt="a", max_tokens=1, temperature=0)
 
@@ -35,14 +35,13 @@ TEXT = dict(prompt="a", max_tokens=1, temperature=0)
         (COMPLETIONS, TEXT | dict(stop=5), "stop", "stop must be text, or a list of at most 64 texts"),
         (COMPLETIONS, TEXT | dict(logit_bias={"foo": 0}), "logit_bias", "a token id of logit_bias must be a whole number, got 'foo'"),
         (COMPLETIONS, TEXT | dict(logit_bias={"999": 0}), None, "prompt 1: logit_bias has token 999 and the model knows 257: give token ids of this model"),
-        (COMPLETIONS, TEXT | dict(suffix="b"), "suffix", "suffix is not supported: leave it out"),
         (COMPLETIONS, TEXT | dict(best_of=2), "best_of", "best_of is not supported: leave it out, or give the value of n"),
         (COMPLETIONS, TEXT | dict(max_tokens=0), "max_tokens", "max_tokens must be at least 1, got 0"),
         (COMPLETIONS, TEXT | dict(echo=True, logprobs=1, stream=True), "stream", "echo with logprobs does not stream: leave stream out"),
-        (COMPLETIONS, TEXT | dict(response_format={"type": "json_object"}), "response_format", "response_format of type 'json_object' is not supported: expected text, or leave it out"),
+        (COMPLETIONS, TEXT | dict(response_format={"type": "xml"}), "response_format", "response_format of type 'xml' is not supported: expected text, json_object or json_schema"),
         (CHAT, dict(messages=[]), "messages", "messages must be a list of objects with a text role, a content (text, or a list of text parts) and perhaps a text reasoning, got []"),
         (CHAT, dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]), "messages", "messages: a content has a part of type 'image_url': expected text, the only type that is read"),
-        (CHAT, dict(messages=MESSAGES, tools=[{"type": "function"}]), "tools", "tools are not supported yet: leave them out, or give tool_choice 'none'"),
+        (CHAT, dict(messages=MESSAGES, tools=[{"type": "function"}]), "tools", "tools[0] must be an object of type 'function' with a function"),
         (CHAT, dict(messages=MESSAGES, top_logprobs=2), "top_logprobs", "top_logprobs needs logprobs: true"),
         (CHAT, dict(messages=MESSAGES, logprobs=True, top_logprobs=21), "top_logprobs", "top_logprobs: should be less than or equal to 20, got 21"),
         (CHAT, dict(messages=MESSAGES, modalities=["audio"]), "modalities", "modalities must be ['text']: other answers are not supported"),
@@ -150,6 +149,10 @@ KNOWN = {
     "logit_bias": st.dictionaries(st.text("0123456789x", max_size=4), st.floats(-200, 200), max_size=3),
     "stream_options": st.dictionaries(st.sampled_from(["include_usage", "continuous_usage_stats"]), JSON),
     **dict.fromkeys(["echo", "stream", "ignore_eos", "parse_special", "add_special_tokens"], st.booleans()),
+    "input": st.lists(
+        st.dictionaries(st.sampled_from(["type", "role", "content", "output", "call_id", "summary"]), JSON), max_size=3
+    ),
+    **dict.fromkeys(["instructions", "max_output_tokens", "reasoning", "include", "metadata", "truncation"], JSON),
     **dict.fromkeys(["tools", "tool_choice", "response_format", "chat_template_kwargs", "user", "suffix", "tokens"], JSON),
 }
 ONE = st.sampled_from([*KNOWN]).flatmap(lambda name: st.tuples(st.just(name), KNOWN[name] | JSON))
@@ -159,6 +162,7 @@ VALID = {
     CHAT: dict(messages=MESSAGES, max_tokens=2),
     TOKENIZE: dict(prompt="a"),
     "/detokenize": dict(tokens=[97]),
+    RESPONSES: dict(input="a", max_output_tokens=2),
 }
 
 

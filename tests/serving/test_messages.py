@@ -67,9 +67,10 @@ def test_thoughts_of_earlier_answers_stand_beside_their_text(server, chatty, alo
     "body, message",
     [
         (BODY | dict(max_tokens=None), "'max_tokens' is missing: expected it in the body"),
-        (BODY | dict(tools=[{"name": "f"}]), "tools are not supported yet: leave them out, or give tool_choice {'type': 'none'}"),
+        (BODY | dict(tools=[{"name": "f"}]), "the chat template has no tool calls of a known form (hermes, Mistral, Llama 3, harmony): leave tools out"),
+        (BODY | dict(tool_choice={"type": "any"}), "tool_choice needs tools, and the request has none"),
+        (BODY | dict(tool_choice={"type": "some"}), "tool_choice must be of type auto, any, tool or none, got {'type': 'some'}"),
         (BODY | dict(system=5), "system must be text, or a list of text blocks"),
-        (BODY | dict(messages=[{"role": "user", "content": [{"type": "tool_result"}]}]), "a content has a part of type 'tool_result': tools are not supported yet"),
     ],
 )  # fmt: skip
 def test_errors_are_objects_of_anthropics_form(server, body, message):
@@ -88,5 +89,5 @@ def test_the_anthropic_package_reads_it(server, expected):
         assert stream.get_final_message().stop_reason == "max_tokens"
     asked = {name: BODY[name] for name in ("model", "messages", "system")}
     assert client.messages.count_tokens(**asked).input_tokens == expected.prompt_tokens
-    with pytest.raises(anthropic.BadRequestError, match="tools are not supported"):
+    with pytest.raises(anthropic.BadRequestError, match="no tool calls of a known form"):
         client.messages.create(**body, tools=[{"name": "f", "input_schema": {"type": "object"}}])

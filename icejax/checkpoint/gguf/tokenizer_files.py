@@ -13,7 +13,7 @@ import numpy as np
 
 from icejax.checkpoint.gguf.merges import derived_merges, written_merges
 from icejax.checkpoint.gguf.pre_tokenizers import pre_tokenizer
-from icejax.checkpoint.gguf.vocabulary import PREFIX, SPACE, USER_DEFINED, Vocabulary, read_vocabulary, take
+from icejax.checkpoint.gguf.vocabulary import PREFIX, SPACE, USER_DEFINED, Vocabulary, read_vocabulary, take, token_id
 from icejax.checks.errors import InputError, input_error_from, quoted
 from icejax.checks.json_file import MOST_BYTES
 
@@ -23,6 +23,7 @@ NAMES = dict(bos_token="bos", eos_token="eos", unk_token="unknown", pad_token="p
 # Names of control tokens that end an answer: a GGUF file names one end token where the published config names several.
 ENDS = "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|end_of_text|> <eos> </s>"
 HARMONY_END, HARMONY_RETURN = "<|end|>", "<|return|>"  # where both are tokens, <|end|> ends a message and not the answer
+INFILL = (("fim_pre", "fim_suf", "fim_mid"), ("prefix", "suffix", "middle"))  # new and old names of three roles
 KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other added tokens drop the spaces behind them
 
 
@@ -46,7 +47,8 @@ def tokenizer_files(metadata: dict[str, Any]) -> dict[str, str]:
     template = take(metadata, "tokenizer.chat_template", str)
     with input_error_from("the file's tokenizer cannot be read"):
         tokenizer = (_byte_level if model == "gpt2" else _sentencepiece)(metadata, vocabulary)
-        files = {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps(_config(vocabulary))}
+        config = _config(vocabulary) | _infill(metadata, vocabulary)
+        files = {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps(config)}
         if template is not None:
             files["chat_template.jinja"] = template
         if ends := _ends(vocabulary):
@@ -139,6 +141,15 @@ def _config(vocabulary: Vocabulary) -> dict[str, Any]:
     names = {name: vocabulary.name(role) for name, role in NAMES.items() if role in special and whole[special[role]]}
     config = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False)
     return config | names
+
+
+def _infill(metadata: dict[str, Any], vocabulary: Vocabulary) -> dict[str, list[str]]:
+    """Returns the field of tokenizer_config.json that `text.infill` reads; none where the file names no three tokens."""
+    for roles in INFILL:
+        ids = [token_id(metadata, role, len(vocabulary.tokens)) for role in roles]
+        if None not in ids:
+            return dict(fim_tokens=[vocabulary.tokens[i] for i in ids])
+    return {}
 
 
 def _ends(vocabulary: Vocabulary) -> list[int]:

@@ -63,7 +63,7 @@ def read_vocabulary(metadata: dict[str, Any], *, sentencepiece: bool) -> Vocabul
     if len(ids) != len(tokens):
         i = next(i for i, token in enumerate(tokens) if ids[token] != i)
         raise InputError(f"{PREFIX}tokens: {i} and {ids[tokens[i]]} are both {quoted(tokens[i])}: expected different tokens")
-    special = {role: _token_id(metadata, role, len(tokens)) for role in ROLES}
+    special = {role: token_id(metadata, role, len(tokens)) for role in ROLES}
     for role, i in SENTENCEPIECE.items() if sentencepiece else ():
         if f"{PREFIX}{role}_token_id" not in metadata and i < len(tokens) and types[i] in (UNKNOWN, CONTROL):
             special[role] = i
@@ -134,7 +134,8 @@ def _respell_spaces(tokens: list[str], types: np.ndarray) -> None:
             tokens[i] = spelled
 
 
-def _token_id(metadata: dict[str, Any], role: str, count: int) -> int | None:
+def token_id(metadata: dict[str, Any], role: str, count: int) -> int | None:
+    """Returns the id of the token with a role; None where the metadata has none, InputError if it is no token's."""
     key = f"{PREFIX}{role}_token_id"
     value = take(metadata, key, int)
     if value is None or value in NO_TOKEN:

@@ -55,10 +55,12 @@ class DecodeLoop:
     def step(self) -> Iterator[tuple[int, Outcome]]:
         """Reads the newest token of every row and takes a step; yields each row's place and its response, or its error.
 
-        A row that has ended or failed leaves `rows`. A row fails if its logits are not finite, or the tokenizer fails.
+        A row that has ended or failed leaves `rows`. A row fails if its logits are not finite, the tokenizer fails, or its
+        grammar can be followed no further.
         """
         run, rows = self.run, dict(self.rows)
         run.force({at: row.next_forced for at, row in rows.items() if row.forced})
+        run.constrain({at: row.mask for at, row in rows.items() if row.mask is not None})
         pending = run.step
         outgrown = {at: run.take_out(at) for at, row in rows.items() if row.reaches(run.decoding.plan.renewal)}
         is_step = not all(at in outgrown or row.ends_with_next() for at, row in rows.items())
@@ -77,7 +79,7 @@ class DecodeLoop:
                 continue
             try:
                 parts = row.take(counters.row(at))
-            except InputError as error:  # the tokenizer fails
+            except InputError as error:  # the tokenizer fails, or the grammar
                 del self.rows[at]
                 yield at, error
                 continue

@@ -16,6 +16,7 @@ from icejax.engine.decode.run import RunConstants
 from icejax.engine.response import GenerationResponse, TokenLogprobs
 from icejax.runtime.compile_clock import Mark
 from icejax.text.detokenize import Detokenizer
+from icejax.text.grammar import Matcher
 from icejax.text.reasoning import Parts, splitter
 
 
@@ -31,6 +32,7 @@ class Row:
         fed: number of tokens that ran before the first answer token: the prompt, or a session's newest text.
         logprobs: number of most likely tokens to report with each token; None: no log-probabilities.
         forced: tokens of the answer in place of the model's choices; empty: the model answers.
+        matcher: the place of the answer in its grammar; None: it has none.
         prompt_logprobs: those of the prompt's tokens, which the first response has; None: there are none.
         finish_reason: `stop`, `length`, or None while the row goes on.
     """
@@ -49,6 +51,7 @@ class Row:
         fed: int | None = None,
         logprobs: int | None = None,
         forced: Sequence[int] = (),
+        matcher: Matcher | None = None,
         started: Mark | None = None,
     ) -> None:
         """Begins a row without tokens, whose prefill begins now.
@@ -60,7 +63,7 @@ class Row:
         self.index, self.sample, self.number = index, sample, number
         self.fed = len(prompt) if fed is None else fed
         self.tokens: list[int] = []
-        self.forced = forced
+        self.forced, self.matcher = forced, matcher
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self.totals = NOTHING
         self.finish_reason: str | None = None
@@ -73,6 +76,11 @@ class Row:
     def next_forced(self) -> int | None:
         """The next token, if the model does not choose it."""
         return self.forced[len(self.tokens)] if self.forced else None
+
+    @property
+    def mask(self) -> np.ndarray | None:
+        """The tokens that the grammar allows next, u32[W]; None: all."""
+        return None if self.matcher is None else self.matcher.mask
 
     def ends_with_next(self) -> bool:
         """Whether the row has ended, or reaches its token limit with the next token."""
@@ -97,7 +105,11 @@ class Row:
         return dict(ttft_s=self._ready.time - self._started.time, compile_s=self._ready.compiling - self._started.compiling)
 
     def take(self, counters: StepCounters) -> Parts:
-        """Adds a step's token and counters to the row; returns the text and the thoughts that the token completes."""
+        """Adds a step's token and counters to the row; returns the text and the thoughts that the token completes.
+
+        Raises:
+            InputError: the tokenizer fails, or the grammar can be followed no further.
+        """
         token = counters.token
         self._read_at.append(time.perf_counter())
         self.tokens.append(token)
@@ -105,7 +117,9 @@ class Row:
         ends = token in self._eos and not self.forced
         text = "" if ends else self._text.add(token)
         special = None if ends or self._text.stopped else self._text.special(token)
-        if ends or self._text.stopped:
+        if self.matcher is not None and not ends:
+            self.matcher.take(token)
+        if ends or self._text.stopped or (self.matcher is not None and self.matcher.over):
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.limit:
             self.finish_reason = "length"

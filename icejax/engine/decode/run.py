@@ -15,6 +15,7 @@ from icejax.cache.protocol import CachePolicy, KVCache
 from icejax.cache.registry import display_name
 from icejax.checks.errors import InputError
 from icejax.engine.batch import insert, without_row
+from icejax.engine.decode.constrained import constrained
 from icejax.engine.decode.counters import NOT_FINITE, pack_token
 from icejax.engine.decode.step import DecodePrograms, DecodeState, Step
 from icejax.engine.plan import Plan, reports
@@ -59,6 +60,15 @@ class Run:
             counters, done = _forced(self.step.counters, self.state.done, rows, newest)
             self.step = replace(self.step, counters=counters)
             self.state = replace(self.state, last_tokens=jnp.copy(self.step.tokens), done=done)
+
+    def constrain(self, masks: dict[int, np.ndarray]) -> None:
+        """Chooses the newest tokens of some rows again, among those of their masks."""
+        if masks:
+            rows = np.zeros(len(self.state.done), bool)
+            rows[list(masks)] = True
+            bits = np.zeros((len(rows), len(next(iter(masks.values())))), np.uint32)
+            bits[list(masks)] = list(masks.values())
+            self.state, self.step = constrained(self.state, self.step, bits, rows, self.decoding.plan)
 
     def end(self, rows: Sequence[bool]) -> None:
         """Marks the rows where `rows` is true as ended: no pages and experts are fetched for them any more."""

@@ -89,10 +89,15 @@ class Step:
         return Step(self.counters.at[:, at].set(row.counters[:, 0]), self.logits.at[at].set(row.logits[0]))
 
 
-def choose_next(logits: jax.Array, state: DecodeState, plan: Plan) -> DecodeState:
-    """Returns the state with the next token of every row that has not ended, chosen from logits f32[B, V]."""
+def choose_next(logits: jax.Array, state: DecodeState, plan: Plan, *, allowed: jax.Array | None = None) -> DecodeState:
+    """Returns the state with the next token of every row that has not ended, chosen from logits f32[B, V].
+
+    Args:
+        allowed: the tokens that may be chosen, bool[B, V]; None: all.
+    """
     keys, penalties = fold_in(state.key, state.cache.lengths.seen - state.draw_origin), state.penalties
-    tokens = choose(logits if penalties is None else penalties.apply(logits), state.sampling, keys=keys)
+    candidates = logits if penalties is None else penalties.apply(logits)
+    tokens = choose(candidates if allowed is None else jnp.where(allowed, candidates, -jnp.inf), state.sampling, keys=keys)
     # -1 as an index means the last token of the vocabulary; the decode loop raises before that matters.
     tokens = jnp.where(jnp.isfinite(logits).all(-1), tokens, NOT_FINITE)
     tokens = jnp.where(state.done, state.last_tokens, tokens)

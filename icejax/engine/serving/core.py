@@ -41,6 +41,7 @@ from icejax.engine.serving.start import RowStart
 from icejax.engine.snapshot.fingerprint import check_registered, fingerprint, weights_sum
 from icejax.models.decoder import CausalLM
 from icejax.runtime.compile_clock import Mark
+from icejax.text.grammar import Matcher
 
 LOG = logging.getLogger(__name__)
 UNIT_S = 0.2  # seconds, beside half a step, that units of prefill may delay the rows that decode
@@ -63,6 +64,7 @@ class Job:
         samples: number of answers to the prompt.
         forced: tokens of the answer in place of the model's choices; empty: the model answers.
         prompt_logprobs: as in `Request`.
+        matcher: the beginning of the answer in its grammar, for this answer alone; None: it has none.
     """
 
     tokens: np.ndarray
@@ -77,11 +79,12 @@ class Job:
     samples: int = 1
     forced: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
+    matcher: Matcher | None = None
 
     def row(self, tokenizer: Any, eos: tuple[int, ...]) -> Row:
         """Returns the record of the row that answers the prompt, whose prefill begins now."""
         options = dict(index=self.index, number=self.number, logprobs=self.options.logprobs, started=self.started)
-        options |= dict(sample=self.sample, forced=self.forced)
+        options |= dict(sample=self.sample, forced=self.forced, matcher=self.matcher)
         return Row(tokenizer, self.options.stop, eos, self.tokens.tolist(), self.limit, **options)
 
 

@@ -2,7 +2,7 @@
 
 With `echo` and `logprobs` a choice has the log-probabilities of the prompt's own tokens too, from exact attention, which
 lm-evaluation-harness sums. The names of control tokens in a prompt are these tokens, as in vLLM and llama.cpp, unless
-`parse_special` is false.
+`parse_special` is false; with a `suffix` they are text unless it is true.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from icejax.engine.request import Request as EngineRequest
 from icejax.engine.response import GenerationResponse, Logprob, TokenLogprobs
 from icejax.serving import parameters
 from icejax.serving.errors import ApiError
+from icejax.serving.grammars import grammar_of
 from icejax.serving.guard import owner_of, read_body
 from icejax.serving.identity import new_id
 from icejax.serving.schemas import CompletionRequest, parsed
 from icejax.serving.service import Service
 from icejax.serving.streaming import EventStream, chunks, whole_response
 from icejax.text.detokenize import UNFINISHED, decoded
+from icejax.text.infill import NO_INFILL, infill, infill_ends, infill_form
 from icejax.text.token_text import token_text
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -46,16 +48,23 @@ async def completions(request: Request) -> Response:
     options = parameters.answer_options(fields, sampling=sampling, limit=limit)
     reading = dict(special_tokens=fields.add_special_tokens is not False, parse_special=fields.parse_special is not False)
     options |= dict(logprobs=fields.logprobs, cache_salt=parameters.salt_of(fields, owner_of(request)), **reading)
-    scored = fields.logprobs if fields.echo else None
+    scored, grammar = fields.logprobs if fields.echo else None, grammar_of(fields)
+    if fields.suffix:
+        _check_suffix(service, fields, prompts)
+        options["stop"] += infill_ends(service.tokenizer)
     echoed = [_echoed(service.tokenizer, prompt) if fields.echo else "" for prompt in prompts]
     firsts: list[str | None] = [None] * len(prompts)
 
     def make() -> list[tuple[EngineRequest, dict[str, Any]]]:
+        if fields.suffix:
+            parse = bool(fields.parse_special)
+            texts = [infill(service.tokenizer, prompt, fields.suffix, parse_special=parse) for prompt in prompts]
+            return [(EngineRequest(prompt=ids, grammar=grammar), options) for ids in texts]
         if scored is None:
-            return [(EngineRequest(prompt=prompt), options) for prompt in prompts]
+            return [(EngineRequest(prompt=prompt, grammar=grammar), options) for prompt in prompts]
         tokens = [service.tokens(prompt, **reading) for prompt in prompts]
         firsts[:] = [_named(*token_text(service.tokenizer, ids[0])) for ids in tokens]
-        return [(EngineRequest(prompt=ids, prompt_logprobs=scored), options) for ids in tokens]
+        return [(EngineRequest(prompt=ids, prompt_logprobs=scored, grammar=grammar), options) for ids in tokens]
 
     answers = await service.submit(make, prompts=len(prompts), n=n)
     about = dict(id=new_id("cmpl"), object="text_completion", created=int(time.time()), model=name)
@@ -82,7 +91,7 @@ async def completions(request: Request) -> Response:
         echo = echoed[index // n] if index not in begun else ""
         begun.add(index)
         logprobs = _logprobs(piece.logprobs, offset=offsets[index])
-        offsets[index] += len(text)
+        offsets[index] += sum(len(token.chosen.text) for token in piece.logprobs or ())  # a stop string may hold text back
         return [chunk([dict(index=index, text=echo + text, logprobs=logprobs, finish_reason=piece.finish_reason)])]
 
     return EventStream(answers, service, of_piece=of_piece, last=last)
@@ -94,6 +103,16 @@ def _prompts(prompt: str | list[Any]) -> list[Prompt]:
     if not prompts or not all(prompts):
         raise ApiError(400, "prompt is empty: expected some text or token ids", param="prompt")
     return prompts
+
+
+def _check_suffix(service: Service, fields: CompletionRequest, prompts: list[Prompt]) -> None:
+    """Raises ApiError 400 if there is no text to be filled in before the suffix."""
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise ApiError(400, "suffix needs prompts that are text, not token ids", param="suffix")
+    if fields.echo:
+        raise ApiError(400, "suffix and echo do not go together: leave one out", param="suffix")
+    if infill_form(service.tokenizer) is None:
+        raise ApiError(400, NO_INFILL, param="suffix")
 
 
 def _echoed(tokenizer: Any, prompt: Prompt) -> str:

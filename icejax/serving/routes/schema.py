@@ -10,12 +10,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from icejax import __version__
-from icejax.serving.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, MessagesRequest, Schema, TokenizeRequest
+from icejax.serving.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    MessagesRequest,
+    ResponsesRequest,
+    Schema,
+    TokenizeRequest,
+)
 from icejax.serving.streaming import json_response
 
 BODIES: dict[str, type[Schema]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": MessagesRequest,
     "/tokenize": TokenizeRequest,

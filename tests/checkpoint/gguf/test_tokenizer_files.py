@@ -14,6 +14,7 @@ from icejax.checkpoint.gguf.pre_tokenizers import RULES
 from icejax.checkpoint.gguf.tokenizer_files import tokenizer_files
 from icejax.checks.errors import InputError
 from icejax.text.chat_template import render
+from icejax.text.infill import infill_form
 from icejax.text.tokenizer import load_tokenizer
 from tests.helpers import gguf_tokenizers
 from tests.helpers.gguf_tokenizers import CONTROL, NORMAL, PROSE
@@ -140,6 +141,7 @@ def test_equal_scores_leave_the_order_to_the_ids():
 
 @pytest.mark.parametrize("metadata", [gguf_tokenizers.byte_level(), gguf_tokenizers.sentencepiece_bpe()])
 def test_a_folder_of_the_files_is_read_like_a_published_one(tmp_path, metadata):
+    metadata |= {f"{KEY}fim_{role}_token_id": i for role, i in (("pre", 3), ("suf", 1), ("mid", 2))}
     metadata |= {KEY + "add_bos_token": np.True_, KEY + "add_eos_token": True, KEY + "eot_token_id": np.uint32(3)}
     files = tokenizer_files(metadata)
     for name, text in files.items():
@@ -150,7 +152,7 @@ def test_a_folder_of_the_files_is_read_like_a_published_one(tmp_path, metadata):
         assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids(backend, text)
         assert tokenizer(text)["input_ids"] == [1, *ids(backend, text), 2]
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == ("<s>", "</s>", "<unk>")
-    assert tokenizer.pad_token is None
+    assert tokenizer.pad_token is None and infill_form(tokenizer) == (3, 1, 2)
     messages = [dict(role="user", content="he"), dict(role="assistant", content="the")]
     assert str(render(tokenizer, [*messages, messages[0]])) == "<s><|user|>he\nthe</s><|user|>he\n"
     assert end_tokens(tmp_path) == (2, 3)
@@ -181,6 +183,14 @@ def test_control_tokens_end_an_answer_by_their_names():
     assert ends("<|end|>", "<|return|>", "<|call|>", eos="<|return|>")[:2] == [1, 2]
     assert 3 not in ends("<|end|>", "<|return|>", "<|call|>", eos="<|return|>")
     assert ends("<|eot_id|>", "<|eom_id|>", eos="<|im_end|>", eot="<|eot_id|>", eom="<|eom_id|>")[:3] == [2, 0, 1]
+
+
+@pytest.mark.parametrize("roles", [("fim_pre", "fim_suf", "fim_mid"), ("prefix", "suffix", "middle")])
+def test_tokens_that_fill_in_are_those_of_the_file(roles):
+    metadata = gguf_tokenizers.byte_level()
+    assert "fim_tokens" not in json.loads(tokenizer_files(metadata)["tokenizer_config.json"])
+    metadata |= {f"{KEY}{role}_token_id": i for role, i in zip(roles, (3, 1, 2), strict=True)}
+    assert json.loads(tokenizer_files(metadata)["tokenizer_config.json"])["fim_tokens"] == ["<|user|>", "<s>", "</s>"]
 
 
 def test_padding_that_is_a_word_is_left_out():

@@ -1,0 +1,49 @@
+"""The choice of tokens under grammars: it is made again, with masks, from the logits of the step before. `Run` calls it.
+
+A step chooses its tokens without masks, so that the next layers need not wait for the host: a mask depends on the token
+before, which the host reads while the device computes the logits. A batch without grammars runs no program of this module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, UInt32
+
+from icejax.engine.decode.step import DecodeState, Step, choose_next
+from icejax.engine.plan import Plan
+
+
+def constrained(
+    state: DecodeState, step: Step, masks: UInt32[np.ndarray, "B W"], rows: Bool[np.ndarray, " B"], plan: Plan
+) -> tuple[DecodeState, Step]:
+    """Returns the state and the step with the tokens of `rows` chosen anew, as the step draws them. Donates `state`.
+
+    Args:
+        masks: the tokens that may be chosen, as in `Matcher.mask`.
+    """
+    layers = state.cache.layers  # the program needs the rest alone
+    rest = dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=()))
+    rest, step = _constrained(rest, step, masks, rows, plan=plan)
+    return dataclasses.replace(rest, cache=dataclasses.replace(rest.cache, layers=layers)), step
+
+
+@functools.partial(jax.jit, static_argnames="plan", donate_argnums=0)
+def _constrained(state: DecodeState, step: Step, masks: jax.Array, rows: jax.Array, *, plan: Plan) -> tuple[DecodeState, Step]:
+    penalties = None if state.penalties is None else state.penalties.before(step.tokens)
+    # Rows without a grammar count as ended for the choice: they repeat their token.
+    before = dataclasses.replace(state, done=~rows, penalties=penalties)
+    chosen = choose_next(step.logits, before, plan, allowed=unpacked(masks, step.logits.shape[1]))
+    done = jnp.where(rows, chosen.done, state.done)
+    counters = step.counters.at[0].set(chosen.last_tokens)
+    return dataclasses.replace(chosen, done=done), dataclasses.replace(step, counters=counters)
+
+
+def unpacked(masks: UInt32[Array, "B W"], vocabulary: int) -> Bool[Array, "B V"]:
+    """Returns the bits of the numbers, from the lowest of each, as one flag per token."""
+    bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None]
+    return (bits & 1).astype(bool).reshape(len(masks), -1)[:, :vocabulary]

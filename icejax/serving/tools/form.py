@@ -1,0 +1,156 @@
+"""A form of tool calls, and the form that a model's tokenizer and chat template show.
+
+form = form_of(tokenizer)                # None: the template has no tool calls of a known form
+grammar = form.grammar(tools, choice)    # None: the model may call or not
+parser = form.parser()
+for piece in handle: events = parser.read(piece)
+"""
+
+from __future__ import annotations
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from icejax.engine.response import GenerationResponse
+from icejax.serving.tools.events import Event
+from icejax.text.grammar import Grammar, json_rule, literal
+
+MOST_CALLS = 16  # of an answer that must call: without an end to them a small model may call for ever
+CLOSE = dict(whitespace_flexible=False, item_separator=", ?", key_separator=": ?")  # JSON without line breaks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool:
+    """A function that the model may call.
+
+    Attributes:
+        parameters: JSON schema of its arguments, an object.
+        strict: whether arguments must follow the schema, so that a schema with parts that no grammar has is refused.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+    strict: bool = False
+
+    def body(self) -> dict[str, Any]:
+        """Returns the description that chat templates read, which is OpenAI's."""
+        function = dict(name=self.name, description=self.description, parameters=dict(self.parameters))
+        return dict(type="function", function=function)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Whether the model calls tools.
+
+    Attributes:
+        required: whether the answer must be a call.
+        name: the function that must be called; None: any.
+        parallel: whether an answer may have several calls.
+    """
+
+    required: bool = False
+    name: str | None = None
+    parallel: bool = True
+
+
+class Parser(ABC):
+    """Takes the calls out of one answer's pieces.
+
+    Attributes:
+        calls: number of calls that have begun.
+    """
+
+    def __init__(self, specials: Mapping[int, str]) -> None:
+        """Begins before an answer; `specials`: names of special tokens, which are not in its text, by id."""
+        self._specials, self.calls = specials, 0
+
+    def read(self, piece: GenerationResponse) -> list[Event]:
+        """Returns the events of a piece of one token; of an answer's last piece also those of its end."""
+        events = self.take(piece.text, self._specials.get(piece.token_ids[-1]))
+        return events if piece.finish_reason is None else [*events, *self.rest()]
+
+    @abstractmethod
+    def take(self, text: str, special: str | None = None) -> list[Event]:
+        """Returns the events of new text, and of the special token behind it."""
+
+    @abstractmethod
+    def rest(self) -> list[Event]:
+        """Returns the events of what is held back, when no more text comes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form(ABC):
+    """A way in which models write tool calls.
+
+    Attributes:
+        tokens: ids of the tokenizer's added tokens by name.
+        specials: names of its special tokens by id, which are not in an answer's text.
+    """
+
+    tokens: Mapping[str, int]
+    specials: Mapping[int, str]
+
+    def grammar(self, tools: Sequence[Tool], choice: Choice) -> Grammar | None:
+        """Returns the grammar of an answer that must call; None if it need not.
+
+        Raises:
+            InputError: a schema cannot be enforced.
+        """
+        if not choice.required:
+            return None
+        return self._calls([tool for tool in tools if choice.name in (None, tool.name)], parallel=choice.parallel)
+
+    @abstractmethod
+    def _calls(self, tools: Sequence[Tool], *, parallel: bool) -> Grammar:
+        """Returns the grammar of one call or, if `parallel`, of one or several."""
+
+    @abstractmethod
+    def parser(self) -> Parser:
+        """Returns the parser of an answer."""
+
+    def new_id(self) -> str:
+        """Returns the id of a new call."""
+        return f"call_{secrets.token_hex(12)}"
+
+    def known_id(self, given: str) -> str:
+        """Returns the id of an earlier call as the chat template takes it."""
+        return given
+
+    def mark(self, name: str) -> str:
+        """Returns a mark of the form in a grammar: its token, or its text if no token has this name."""
+        return f"<[{self.tokens[name]}]>" if name in self.tokens else literal(name)
+
+
+def one_or_several(rule: str, between: str, *, parallel: bool) -> str:
+    """Returns the part of a rule that matches what `rule` does or, if `parallel`, several of it with `between` between them."""
+    return f"{rule} ({between} {rule}){{0,{MOST_CALLS - 1}}}" if parallel else rule
+
+
+def call_rule(number: int, tool: Tool, key: str) -> str:
+    """Returns the part of a rule that matches a call as a JSON object; `key`: the name of the arguments' key."""
+    return f'{literal(f"""{{"name": "{tool.name}", "{key}": """)} arguments{number} "}}"'
+
+
+def arguments_rule(number: int, tool: Tool) -> str:
+    """Returns the rule of a tool's arguments.
+
+    Raises:
+        InputError: the tool's parameters are no JSON schema.
+    """
+    schema = json_rule(f"the parameters of {tool.name}", tool.parameters, lenient=not tool.strict, **CLOSE)
+    return f"arguments{number}: {schema}"
+
+
+def joined(events: Sequence[Event]) -> list[Event]:
+    """Returns events with neighbouring texts, and neighbouring arguments of a call, as one."""
+    out: list[Event] = []
+    for event in events:
+        if out and type(out[-1]) is type(event) and hasattr(event, "text"):
+            out[-1] = out[-1]._replace(text=out[-1].text + event.text)
+        else:
+            out.append(event)
+    return out
