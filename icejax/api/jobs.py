@@ -12,7 +12,7 @@ from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
 from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.sampling import check_bias
-from icejax.engine.serving.core import Job
+from icejax.engine.serving.job import Job
 from icejax.models.decoder import CausalLM
 from icejax.runtime.compile_clock import Mark
 
@@ -46,7 +46,7 @@ def jobs_of(
             )
         seed, index = (answer.seed, request.index) if request.seed is None else (request.seed, 0)
         fields = dict(tokens=tokens, options=options, limit=limit, started=started, index=i, number=request.index + 1)
-        fields |= dict(forced=forced, prompt_logprobs=request.prompt_logprobs)
+        fields |= dict(forced=forced, prompt_logprobs=request.prompt_logprobs, explain=request.explain)
         for sample in range(n):
             draw = seed, (index + sample * SAMPLE_STEP) % 2**32
             jobs.append(Job(draw=draw, sample=sample, samples=n, salt=str(i), **fields))  # a text depends on its prompt alone

@@ -82,6 +82,8 @@ class Request:
             `logprobs` gives the log-probability of each. None: the model answers.
         prompt_logprobs: number of most likely tokens to report with the log-probability of each prompt token but the first, at
             most 1,000, from exact attention. Such a prompt uses no cached prefix. None: none are reported.
+        explain: whether pieces of the answer have their `attention`. Such a prompt uses no cached prefix, and steps of its row
+            wait for the host.
 
     Raises:
         InputError: a number, a forced token or a flag is out of range, or `sampling` is no `Sampling`.
@@ -98,6 +100,7 @@ class Request:
     index: int | None = None
     forced_tokens: Sequence[int] | None = None
     prompt_logprobs: int | None = None
+    explain: bool = False
 
     def __post_init__(self) -> None:
         if self.prompt_logprobs is not None:
@@ -110,7 +113,7 @@ class Request:
                 raise InputError("forced_tokens must hold at least one token id, got none: leave it out, or name the answer")
             forced = tuple(integer("a token of forced_tokens", token, least=0) for token in self.forced_tokens)
             object.__setattr__(self, "forced_tokens", forced)
-        flags = dict(special_tokens=self.special_tokens, parse_special=self.parse_special)
+        flags = dict(special_tokens=self.special_tokens, parse_special=self.parse_special, explain=self.explain)
         _check_flags(**{name: value for name, value in flags.items() if value is not None})
 
     def options(self, others: AnswerOptions) -> AnswerOptions:
