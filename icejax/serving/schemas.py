@@ -41,7 +41,7 @@ class StreamOptions(Schema):
 
 
 class AnswerFields(Schema):
-    """The fields that completions and chats share, under OpenAI's names; the last ones are vLLM's."""
+    """The fields that completions and chats share, under OpenAI's names; the last ones are vLLM's, and `explain` is ours."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -62,6 +62,7 @@ class AnswerFields(Schema):
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     parse_special: bool | None = None
+    explain: bool | None = None
     # Not built:
     min_tokens: Any = None
     use_beam_search: Any = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,8 +146,8 @@ def run_constants(run: Run, cache: CachePolicy) -> RunConstants:
     return constants(run.decoding.model, run.decoding.plan, cache, run.state.cache, run.pool)
 
 
-def constants(model: CausalLM, plan: Plan, policy: CachePolicy, cache: KVCache, pool: Pool | None) -> RunConstants:
-    """Returns the constants of runs with these arrays, or their shapes; bytes are divided by the number of rows."""
+def constants(model: CausalLM, plan: Plan, policy: CachePolicy, cache: KVCache, pool: Any) -> RunConstants:
+    """Returns the constants of runs with this cache and pool, arrays or shapes; bytes are divided by the number of rows."""
     config, batch = model.config, plan.spec.batch_size
     digest_bytes = sum(report.digest_bytes for report in reports(plan, cache))
     device_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache.layers))

@@ -239,7 +239,7 @@ class Core:
     def _see_step(self, state: DecodeState) -> None:
         """Looks at the state after a step: the rows that explain themselves, and who watches."""
         for at, row in self._loop.rows.items():
-            if row.attention is not None:
+            if row.attention is not None and row.attention.steps < row.limit - 1:  # the last token is not fed
                 row.attention.watch(state, at)
         if self._watch is not None:
             self._watch(state)

@@ -13,9 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from icejax.api.prompts import chat
+from icejax.engine.request import Request as EngineRequest
 from icejax.engine.response import GenerationResponse, Logprob, TokenLogprobs
 from icejax.serving import parameters
 from icejax.serving.errors import ApiError
+from icejax.serving.explain import attention_of
 from icejax.serving.guard import owner_of, read_body
 from icejax.serving.identity import new_id
 from icejax.serving.parameters import checked
@@ -43,7 +45,9 @@ async def chat_completions(request: Request) -> Response:
     options |= dict(cache_salt=parameters.salt_of(fields, owner_of(request)), parse_special=parse_special)
     if fields.logprobs:
         options["logprobs"] = fields.top_logprobs or 0
-    answers = await service.submit(lambda: [(chat_text(service, fields), options)], prompts=1, n=n)
+    explain = parameters.explains(fields)
+    make = lambda: [(EngineRequest(prompt=chat_text(service, fields), explain=explain), options)]  # noqa: E731
+    answers = await service.submit(make, prompts=1, n=n)
     about = dict(id=new_id("chatcmpl"), created=int(time.time()), model=name)
 
     if not fields.stream:
@@ -62,7 +66,7 @@ async def chat_completions(request: Request) -> Response:
         return dict(index=index, delta=content, logprobs=logprobs, finish_reason=reason)
 
     def of_piece(index: int, piece: GenerationResponse) -> list[bytes]:
-        return [chunk([delta(index, dict(content=piece.text) | _thoughts(piece), piece)])]
+        return [chunk([delta(index, dict(content=piece.text) | _thoughts(piece), piece) | attention_of(piece)])]
 
     first = [chunk([delta(index, dict(role="assistant", content=""))]) for index in range(n)]
     return EventStream(answers, service, first=first, of_piece=of_piece, last=last)
@@ -109,7 +113,8 @@ def _part(part: Any) -> Any:
 
 def _choice(index: int, response: GenerationResponse) -> dict[str, Any]:
     message = dict(role="assistant", content=response.text, refusal=None) | _thoughts(response)
-    return dict(index=index, message=message, logprobs=_logprobs(response.logprobs), finish_reason=response.finish_reason)
+    choice = dict(index=index, message=message, logprobs=_logprobs(response.logprobs), finish_reason=response.finish_reason)
+    return choice | attention_of(response)
 
 
 def _thoughts(response: GenerationResponse) -> dict[str, str]:

@@ -19,6 +19,7 @@ from icejax.engine.request import Request as EngineRequest
 from icejax.engine.response import GenerationResponse, Logprob, TokenLogprobs
 from icejax.serving import parameters
 from icejax.serving.errors import ApiError
+from icejax.serving.explain import attention_of
 from icejax.serving.guard import owner_of, read_body
 from icejax.serving.identity import new_id
 from icejax.serving.schemas import CompletionRequest, parsed
@@ -46,16 +47,16 @@ async def completions(request: Request) -> Response:
     options = parameters.answer_options(fields, sampling=sampling, limit=limit)
     reading = dict(special_tokens=fields.add_special_tokens is not False, parse_special=fields.parse_special is not False)
     options |= dict(logprobs=fields.logprobs, cache_salt=parameters.salt_of(fields, owner_of(request)), **reading)
-    scored = fields.logprobs if fields.echo else None
+    scored, explain = fields.logprobs if fields.echo else None, parameters.explains(fields)
     echoed = [_echoed(service.tokenizer, prompt) if fields.echo else "" for prompt in prompts]
     firsts: list[str | None] = [None] * len(prompts)
 
     def make() -> list[tuple[EngineRequest, dict[str, Any]]]:
         if scored is None:
-            return [(EngineRequest(prompt=prompt), options) for prompt in prompts]
+            return [(EngineRequest(prompt=prompt, explain=explain), options) for prompt in prompts]
         tokens = [service.tokens(prompt, **reading) for prompt in prompts]
         firsts[:] = [_named(*token_text(service.tokenizer, ids[0])) for ids in tokens]
-        return [(EngineRequest(prompt=ids, prompt_logprobs=scored), options) for ids in tokens]
+        return [(EngineRequest(prompt=ids, prompt_logprobs=scored, explain=explain), options) for ids in tokens]
 
     answers = await service.submit(make, prompts=len(prompts), n=n)
     about = dict(id=new_id("cmpl"), object="text_completion", created=int(time.time()), model=name)
@@ -83,7 +84,8 @@ async def completions(request: Request) -> Response:
         begun.add(index)
         logprobs = _logprobs(piece.logprobs, offset=offsets[index])
         offsets[index] += len(text)
-        return [chunk([dict(index=index, text=echo + text, logprobs=logprobs, finish_reason=piece.finish_reason)])]
+        choice = dict(index=index, text=echo + text, logprobs=logprobs, finish_reason=piece.finish_reason)
+        return [chunk([choice | attention_of(piece)])]
 
     return EventStream(answers, service, of_piece=of_piece, last=last)
 
@@ -120,7 +122,7 @@ def _choice(index: int, response: GenerationResponse, echoed: str, first: str | 
     else:
         logprobs = _logprobs([*response.prompt_logprobs, *(tokens or ())], offset=0, first=first)
     reason = "length" if only_echo else response.finish_reason
-    return dict(index=index, text=text, logprobs=logprobs, finish_reason=reason)
+    return dict(index=index, text=text, logprobs=logprobs, finish_reason=reason) | attention_of(response)
 
 
 def _logprobs(tokens: Sequence[TokenLogprobs] | None, *, offset: int, first: str | None = None) -> dict[str, Any] | None:
