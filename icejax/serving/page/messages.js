@@ -25,7 +25,7 @@ export function showText(parent, text) {
 
 /** A message of the user. */
 export function userMessage(text, file) {
-  const message = element("div", "message user");
+  const message = element("article", "message user");
   message.setAttribute("aria-label", "You");
   if (file) message.append(element("span", "file", file));
   message.append(element("div", "text", text));
@@ -36,7 +36,7 @@ export function userMessage(text, file) {
 export class Answer {
   constructor() {
     this.text = this.thoughts = "";
-    this.element = element("div", "message model busy");
+    this.element = element("article", "message model busy");
     this.element.setAttribute("aria-label", "Answer");
     this.body = element("div", "body");
     this.element.append(this.body);
