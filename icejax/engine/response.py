@@ -40,7 +40,7 @@ class Attention(NamedTuple):
         tokens: number of tokens of the prompt, over which the columns are equal stretches: column i of n begins at position
             `int(i * tokens / n)`.
         steps: decode steps so far.
-        weights: f64[L, n], attention weights summed over query heads and positions, mean over the steps.
+        weights: f32[L, n], attention weights summed over query heads and positions, mean over the steps.
     """
 
     layers: tuple[int, ...]

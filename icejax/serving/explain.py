@@ -15,5 +15,5 @@ def attention_of(response: GenerationResponse) -> dict[str, Any]:
     """Returns the field `attention` of a choice; no field if the piece has none."""
     if (picture := response.attention) is None:
         return {}
-    weights = np.round(picture.weights, DIGITS).tolist()
+    weights = np.round(picture.weights.astype(np.float64), DIGITS).tolist()
     return dict(attention=dict(prompt_tokens=picture.tokens, steps=picture.steps, layers=picture.layers, weights=weights))

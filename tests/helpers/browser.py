@@ -17,7 +17,7 @@ from typing import Any
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 PROGRAM = next((path for name in PROGRAMS if (path := shutil.which(name))), None)
-WAIT_S = 20
+WAIT_S = 120
 OPTIONS = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --remote-debugging-pipe"
 # The browser reads commands from its descriptor 3 and writes to 4.
 SHELL = 'exec "$@" 3<&"$READ" 4>&"$WRITE"'

@@ -64,7 +64,7 @@ class AttentionMap:
         tokens = len(next(iter(self.weights.values())))
         edges = np.linspace(0, tokens, min(BINS, tokens) + 1).astype(int)
         sums = np.stack([np.add.reduceat(weights, edges[:-1]) for weights in self.weights.values()])
-        return Attention(tuple(self.weights), tokens, self.steps, sums / max(1, self.steps))
+        return Attention(tuple(self.weights), tokens, self.steps, (sums / max(1, self.steps)).astype(np.float32))
 
 
 def check_has_pages(plan: Plan) -> None:
