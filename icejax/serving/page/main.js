@@ -69,7 +69,8 @@ function askForKey() {
 function showCache() {
   const budget = about.budget === null ? "" : `, ${number.format(about.budget)} tokens attended exactly per head and layer`;
   const room = number.format(about.context_length);
-  $("cache-about").textContent = `${about.cache}${budget}, as the server was started. For an answer and its prompt, ${room} tokens:`;
+  const reserved = `Reserved for an answer and its prompt, ${room} tokens:`;
+  $("cache-about").textContent = `${about.cache}${budget}, as the server was started. ${reserved}`;
   const most = Math.max(about.device_bytes, about.host_bytes, about.full_bytes);
   for (const name of ["device", "host", "full"]) {
     const count = about[`${name}_bytes`];
@@ -220,7 +221,8 @@ function showPicture(attention) {
 async function showPassage(row, column) {
   const [start, stop] = picture.positions(column), layer = picture.attention.layers[row];
   $("passage-box").hidden = false;
-  const places = stop - start > 1 ? `positions ${number.format(start)} to ${number.format(stop - 1)}` : `position ${number.format(start)}`;
+  const [first, last] = [start, stop - 1].map(number.format);
+  const places = stop - start > 1 ? `positions ${first} to ${last}` : `position ${first}`;
   $("passage-title").textContent = `Layer ${layer}, ${places}`;
   const selected = picture.place.join();
   try {
