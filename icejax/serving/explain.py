@@ -1,4 +1,4 @@
-"""What an answer looks at, as choices of chats and completions tell it to a client that asked with `explain`."""
+"""The field `explain` of chats and completions, and what an answer looks at, which a choice then tells."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ from typing import Any
 import numpy as np
 
 from icejax.engine.response import GenerationResponse
+from icejax.serving.errors import ApiError
+from icejax.serving.schemas import AnswerFields
 
 DIGITS = 5  # behind the point, of a weight
+
+
+def explains(fields: AnswerFields) -> bool:
+    """Says whether the answer tells what it looks at; ApiError 400 for several answers, each of which would read the prompt."""
+    if fields.explain and (fields.n or 1) > 1:
+        raise ApiError(400, f"explain is of one answer, and n is {fields.n}: leave n out", param="explain")
+    return bool(fields.explain)
 
 
 def attention_of(response: GenerationResponse) -> dict[str, Any]:

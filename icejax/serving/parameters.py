@@ -62,13 +62,6 @@ def answer_options(fields: AnswerFields, *, sampling: Sampling, limit: int) -> d
     return dict(sampling=sampling, stop=stop, seed=seed, max_new_tokens=limit)
 
 
-def explains(fields: AnswerFields) -> bool:
-    """Says whether the answer tells what it looks at; ApiError 400 for several answers, each of which would read the prompt."""
-    if fields.explain and (fields.n or 1) > 1:
-        raise ApiError(400, f"explain is of one answer, and n is {fields.n}: leave n out", param="explain")
-    return bool(fields.explain)
-
-
 def salt_of(fields: AnswerFields, key: str | None) -> str:
     """Returns the salt of a request's cached prefixes: callers with other keys or other salts share none."""
     if not is_unicode(fields.cache_salt or ""):

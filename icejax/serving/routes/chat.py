@@ -17,7 +17,7 @@ from icejax.engine.request import Request as EngineRequest
 from icejax.engine.response import GenerationResponse, Logprob, TokenLogprobs
 from icejax.serving import parameters
 from icejax.serving.errors import ApiError
-from icejax.serving.explain import attention_of
+from icejax.serving.explain import attention_of, explains
 from icejax.serving.guard import owner_of, read_body
 from icejax.serving.identity import new_id
 from icejax.serving.parameters import checked
@@ -45,7 +45,7 @@ async def chat_completions(request: Request) -> Response:
     options |= dict(cache_salt=parameters.salt_of(fields, owner_of(request)), parse_special=parse_special)
     if fields.logprobs:
         options["logprobs"] = fields.top_logprobs or 0
-    explain = parameters.explains(fields)
+    explain = explains(fields)
     make = lambda: [(EngineRequest(prompt=chat_text(service, fields), explain=explain), options)]  # noqa: E731
     answers = await service.submit(make, prompts=1, n=n)
     about = dict(id=new_id("chatcmpl"), created=int(time.time()), model=name)

@@ -19,7 +19,7 @@ from icejax.engine.request import Request as EngineRequest
 from icejax.engine.response import GenerationResponse, Logprob, TokenLogprobs
 from icejax.serving import parameters
 from icejax.serving.errors import ApiError
-from icejax.serving.explain import attention_of
+from icejax.serving.explain import attention_of, explains
 from icejax.serving.guard import owner_of, read_body
 from icejax.serving.identity import new_id
 from icejax.serving.schemas import CompletionRequest, parsed
@@ -47,7 +47,7 @@ async def completions(request: Request) -> Response:
     options = parameters.answer_options(fields, sampling=sampling, limit=limit)
     reading = dict(special_tokens=fields.add_special_tokens is not False, parse_special=fields.parse_special is not False)
     options |= dict(logprobs=fields.logprobs, cache_salt=parameters.salt_of(fields, owner_of(request)), **reading)
-    scored, explain = fields.logprobs if fields.echo else None, parameters.explains(fields)
+    scored, explain = fields.logprobs if fields.echo else None, explains(fields)
     echoed = [_echoed(service.tokenizer, prompt) if fields.echo else "" for prompt in prompts]
     firsts: list[str | None] = [None] * len(prompts)
 
