@@ -28,7 +28,10 @@ PLAIN = ["--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:anyi
 # Module, text that occurs once, the fault in its place, the test that is to notice.
 FAULTS = (
     ("engine/prompt_logprobs.py", "tokens[first + 1 : first + 1 + BLOCK]", "tokens[first : first + BLOCK][1:]", "api/test_prompt_logprobs.py::test_they_are_those_of_exact_attention[full]"),
-    ("engine/serving/prefix_cache.py", "if ticket.request.prompt_logprobs is not None", "if False", "api/test_prompt_logprobs.py::test_a_stored_prefix_is_not_used_and_nothing_is_stored"),
+    ("engine/serving/prefix_cache.py", "if not ticket.request.reads_prefixes", "if False", "api/test_prompt_logprobs.py::test_a_stored_prefix_is_not_used_and_nothing_is_stored"),
+    ("serving/explain.py", "np.round(picture.weights.astype(np.float64), DIGITS)", "picture.weights", "serving/test_page.py::test_an_answer_tells_what_it_looks_at_if_asked"),
+    ("engine/serving/job.py", "and not self.explain", "", "engine/test_attention_of_rows.py::test_rows_that_join_at_any_time_have_the_picture_of_explain"),
+    ("engine/serving/core.py", "row.attention.watch(state, at)", "row.attention.watch(state)", "engine/test_attention_of_rows.py::test_rows_that_join_at_any_time_have_the_picture_of_explain"),
     ("serving/answers.py", "number * self._n + piece.sample", "number + piece.sample", "serving/test_completions.py::test_drawn_answers_of_several_prompts_are_in_order"),
     ("serving/guard.py", "request.scope[\"path\"] not in OPEN and", "False and", "serving/test_lifecycle.py::test_a_key_is_asked_for_everywhere_but_on_two_routes"),
     ("serving/parameters.py", "hashlib.sha256(key.encode()).hexdigest()", "''", "serving/test_lifecycle.py::test_callers_with_other_keys_share_no_cache"),
@@ -365,7 +368,7 @@ FAULTS = (
     ("commands/terminal/printer.py", 'answer.finish_reason == "length" and ', "", "commands/test_printer.py::test_an_answer_of_thoughts_alone_is_told"),
     ("engine/decode/nonfinite.py", 'name.startswith("lm_head")', "0", "engine/test_nonfinite.py::test_infinity_in_the_head_is_named_first_weight_wins"),
     ("api/prompts.py", "characters < len(prompt)", "False", "cache/test_options.py::test_a_text_far_too_long_is_told_at_once"),
-    ("evaluation/attention_map.py", "self.steps += 1", "self.steps += 2", "evaluation/test_attention_map.py::test_the_answers_digits_weigh_most_in_some_layer"),
+    ("engine/decode/attention_map.py", "self.steps += 1", "self.steps += 2", "evaluation/test_attention_map.py::test_the_answers_digits_weigh_most_in_some_layer"),
     ("runtime/compile_clock.py", "self.seconds -= inner[1] - inner[0]", "pass", "runtime/test_compile_clock.py::test_what_lies_inside_counts_once"),
     ("files/atomic_folder.py", "mode & 0o666", "0o644", "files/test_atomic_folder.py::test_a_private_folder_is_the_users_alone"),
     ("files/private.py", "os.O_CREAT | os.O_EXCL, 0o600", "os.O_CREAT, 0o600", "files/test_private.py::test_a_link_is_not_followed"),

@@ -39,10 +39,11 @@ def run(installed: Path, tmp_path: Path, *arguments: str, after: str = "") -> tu
 def test_it_holds_the_packages_and_nothing_else(installed):
     assert sorted(re.sub(r"-.*\.", ".", path.name) for path in installed.iterdir()) == ["icejax", "icejax.dist-info"]
     assert {path.name for path in (installed / "icejax/commands").iterdir()} >= {f"{name}.py" for name in COMMANDS}
-    assets = [
-        {path.name: path.read_bytes() for path in (root / "assets").iterdir()} for root in (PACKAGE, installed / "icejax")
-    ]
-    assert assets[0] == assets[1] and "model.safetensors" in assets[0]
+    for folder, name in (("assets", "model.safetensors"), ("serving/page", "index.html")):
+        files = [
+            {path.name: path.read_bytes() for path in (root / folder).iterdir()} for root in (PACKAGE, installed / "icejax")
+        ]
+        assert files[0] == files[1] and name in files[0]
 
 
 def test_it_is_the_wheel_that_runs(installed, tmp_path):

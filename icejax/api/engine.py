@@ -21,7 +21,8 @@ from icejax.cache.registry import checked_policy
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import integer, is_unicode, number
 from icejax.engine.request import Prompt, Request, answer_options, requests
-from icejax.engine.serving.core import Core, CoreSizes
+from icejax.engine.serving.core import Core
+from icejax.engine.serving.job import CoreSizes
 from icejax.engine.serving.scheduler import Load
 from icejax.engine.serving.thread import EngineThread, Handle
 from icejax.files.atomic_folder import as_path
@@ -41,6 +42,8 @@ class Engine:
         context_length: maximum number of tokens of a prompt and its answer together.
         max_new_tokens: maximum number of tokens of an answer.
         cache_choice: a line that says which cache was chosen and why; None: the caller named one.
+        report: the cache and the bytes that it reserves for each row, as in a response's `run`.
+        full_kv_bytes: bytes that a full cache takes for `context_length` tokens.
     """
 
     def __init__(
@@ -107,6 +110,8 @@ class Engine:
             policy, self.cache_choice = choice.policy, choice.reason
         options = dict(host_memory_limit=limit, prefix_dir=folder, share=share, most_waiting=max_queue)
         self._thread = EngineThread(lambda: Core(model, tokenizer, policy, sizes, **options), most_waiting=max_queue)
+        self.report, token_bytes = self._thread.constants.report, self._thread.constants.token_bytes
+        self.full_kv_bytes = token_bytes * self.context_length
         weakref.finalize(self, self._thread.close)  # a notebook that starts another engine has no memory for two
 
     def __enter__(self) -> Engine:

@@ -18,7 +18,8 @@ from icejax.checks.numbers import integer
 from icejax.engine.decode.step import DecodeState
 from icejax.engine.request import Prompt, Request, answer_options, requests
 from icejax.engine.response import GenerationResponse, joined
-from icejax.engine.serving.core import Core, CoreSizes
+from icejax.engine.serving.core import Core
+from icejax.engine.serving.job import CoreSizes
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 from icejax.runtime.host_reads.choose import try_ahead

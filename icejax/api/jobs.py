@@ -12,7 +12,7 @@ from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
 from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.sampling import check_bias
-from icejax.engine.serving.core import Job
+from icejax.engine.serving.job import Job
 from icejax.models.decoder import CausalLM
 from icejax.runtime.compile_clock import Mark
 from icejax.text.grammar import compiled
@@ -47,7 +47,7 @@ def jobs_of(
             )
         seed, index = (answer.seed, request.index) if request.seed is None else (request.seed, 0)
         fields = dict(tokens=tokens, options=options, limit=limit, started=started, index=i, number=request.index + 1)
-        fields |= dict(forced=forced, prompt_logprobs=request.prompt_logprobs)
+        fields |= dict(forced=forced, prompt_logprobs=request.prompt_logprobs, explain=request.explain)
         matcher = None
         if request.grammar is not None:
             known = dict(eos=model.config.eos_token_ids, vocabulary=model.config.vocab_size)

@@ -85,6 +85,8 @@ class Request:
             most 1,000, from exact attention. Such a prompt uses no cached prefix. None: none are reported.
         grammar: what the answer's text may be, such as `Grammar.json_schema({...})`; thoughts before it are free. The answer
             ends with `stop` where the grammar ends. None: it may be anything.
+        explain: whether pieces of the answer have their `attention`. Such a prompt uses no cached prefix, and steps of its row
+            wait for the host.
 
     Raises:
         InputError: a number, a forced token or a flag is out of range, `sampling` is no `Sampling`, `grammar` is no `Grammar`,
@@ -103,6 +105,7 @@ class Request:
     forced_tokens: Sequence[int] | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    explain: bool = False
 
     def __post_init__(self) -> None:
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
@@ -119,7 +122,7 @@ class Request:
                 raise InputError("forced_tokens must hold at least one token id, got none: leave it out, or name the answer")
             forced = tuple(integer("a token of forced_tokens", token, least=0) for token in self.forced_tokens)
             object.__setattr__(self, "forced_tokens", forced)
-        flags = dict(special_tokens=self.special_tokens, parse_special=self.parse_special)
+        flags = dict(special_tokens=self.special_tokens, parse_special=self.parse_special, explain=self.explain)
         _check_flags(**{name: value for name, value in flags.items() if value is not None})
 
     def options(self, others: AnswerOptions) -> AnswerOptions:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,27 @@ class TokenLogprobs:
     top: tuple[Logprob, ...]
 
 
+class Attention(NamedTuple):
+    """What a row has attended to of what is in host memory, as a picture.
+
+    Attributes:
+        layers: numbers of the layers, the rows of the picture.
+        tokens: number of tokens of the prompt, over which the columns are equal stretches: column i of n begins at position
+            `int(i * tokens / n)`.
+        steps: decode steps so far.
+        weights: f32[L, n], attention weights summed over query heads and positions, mean over the steps.
+    """
+
+    layers: tuple[int, ...]
+    tokens: int
+    steps: int
+    weights: np.ndarray
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
     """The measurements that are the same for every token of a run. Bytes are reserved bytes divided by the number of
-    rows that decode at once.
+    rows that decode at once; those of the prefix store do not count.
 
     Attributes:
         cache: name of the policy.
@@ -67,6 +87,7 @@ class GenerationResponse:
             are none. It can be read as `reasoning_content` too.
         logprobs: one entry per token in `token_ids`; None unless requested.
         prompt_logprobs: one entry per prompt token but the first, in an answer's first piece; None unless requested.
+        attention: what the row has attended to so far, in its first and last pieces and in every fourth; None unless requested.
         prompt_tokens, new_tokens: number of prompt tokens, and of answer tokens so far.
         cached_tokens: number of prompt tokens that were in a cache before the call, of a session or of the prefix store.
         finish_reason: `stop` (an eos token or a stop string), `length`, or None while the row goes on.
@@ -98,6 +119,7 @@ class GenerationResponse:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None
+    attention: Attention | None = field(compare=False)  # arrays
     prompt_tokens: int
     cached_tokens: int
     new_tokens: int

@@ -1,7 +1,6 @@
 """Attention maps: which prompt positions each layer attended to exactly during an answer, as a picture and a table.
 
-The command `generate --explain` makes them. A second prefill packs the prompt's positions into pages as it packs values; each
-decode step then adds the attention weights f32[K, M, p] of the fetched pages to f64[S] per layer.
+The command `generate --explain` makes them. A second prefill finds the positions of the tokens in each page.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax.cache.bases.retrieval import PagedState
-from icejax.cache.pool.page_format import without_codes
 from icejax.cache.protocol import CachePolicy, Heads, Outcome
 from icejax.cache.sizes import CacheSpec
 from icejax.checks.errors import InputError
-from icejax.engine.decode.step import DecodeState
+from icejax.engine.decode.attention_map import AttentionMap, check_has_pages, positions_in
 from icejax.engine.layers import LayerPlace, run_exact, run_layers
 from icejax.engine.plan import Plan, make_plan
 from icejax.engine.prefill import padded_prompts, prefill_outcome
@@ -34,16 +31,9 @@ from icejax.ops.attention.dense import Attended
 from icejax.ops.experts.offloaded_experts import with_experts_on_device
 from icejax.text.token_text import token_text
 
-BINS = 480  # columns of the picture
 
-
-class Explanation:
-    """Sums over decode steps the exact attention to each position of one prompt.
-
-    Attributes:
-        weights: layer -> f64[S], attention weights summed over decode steps and query heads, without sinks and window.
-        steps: number of decode steps so far.
-    """
+class Explanation(AttentionMap):
+    """The attention map of an answer of `generate`."""
 
     def __init__(self, model: CausalLM, prompt: Sequence[int], cache: CachePolicy, *, new_tokens: int) -> None:
         """Runs the prompt to find the positions in each page.
@@ -56,30 +46,9 @@ class Explanation:
             InputError: the cache keeps all tokens on the device, so there are no fetched pages to explain.
         """
         plan = make_plan(model, cache, batch_size=1, prompt_tokens=len(prompt), new_tokens=new_tokens)
-        if not (plan.pooled and plan.pool.planes):
-            raise InputError("--explain shows what is fetched from the host: it needs pages there, as of --cache clustered")
-        self._positions = _positions(model, prompt, plan)
+        check_has_pages(plan)
+        super().__init__(_positions(model, prompt, plan), len(prompt), renewal=plan.renewal)
         self._prompt = prompt
-        self.weights = {layer: np.zeros(len(prompt)) for layer in plan.pooled}
-        self.steps, self._renewal = 0, plan.renewal
-
-    def watch(self, state: DecodeState) -> None:
-        """Adds one step; pass it to `stream_generate` as `watch`.
-
-        Steps after LongRoPE's factors have changed are left out: the prompt's tokens are in other pages then.
-        """
-        if self._renewal and int(state.cache.lengths.seen[0]) >= self._renewal:
-            return
-        self.steps += 1
-        for layer, total in self.weights.items():
-            paged: PagedState = state.cache.layers[layer]
-            pages, weights = np.asarray(paged.ids)[0], np.asarray(paged.weights)[0]
-            positions = self._positions[layer].reshape(len(pages), -1, weights.shape[-1])  # [K, P, p], or [K, slots, 1]
-            for head in range(len(pages)):
-                # Other pages hold generated tokens, or are unknown (-1) since a compaction.
-                in_prompt = (pages[head] >= 0) & (pages[head] < positions.shape[1]) & (weights[head] > 0).any(-1)
-                page_weights = weights[head][in_prompt]
-                np.add.at(total, positions[head, pages[head][in_prompt]][page_weights > 0], page_weights[page_weights > 0])
 
     def save(self, picture: Path, tokenizer: Any) -> None:
         """Writes the picture, and the same numbers beside it as JSON, for the user alone; each is written whole or not at all.
@@ -96,9 +65,7 @@ class Explanation:
         from matplotlib import pyplot as plt
         from matplotlib.colors import LogNorm
 
-        layers, tokens = sorted(self.weights), len(next(iter(self.weights.values())))
-        edges = np.linspace(0, tokens, min(BINS, tokens) + 1).astype(int)
-        heat = np.stack([np.add.reduceat(self.weights[layer], edges[:-1]) for layer in layers]) / max(1, self.steps)
+        layers, tokens, _, heat = self.picture()
         figure, axes = plt.subplots(figsize=(11, 1.6 + 0.28 * len(layers)), layout="constrained")
         extent = (0, tokens, len(layers) - 0.5, -0.5)
         norm = LogNorm(vmin=1e-3 * heat.max() or 1.0, vmax=heat.max() or 2.0, clip=True)
@@ -162,9 +129,9 @@ def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, 
         return _layer(with_experts_on_device(layer), x, new, place.shared, policy=policy, spec=spec)
 
     positions, embedded = {}, model.model.embed_tokens(jnp.asarray(padded_prompts([prompt], plan.spec)))
-    for i, (_, pages) in enumerate(run_layers(model, embedded, run)):
-        if pages is not None:
-            positions[i] = np.asarray(without_codes(pages))[:, 0, :, 1, :, 0].transpose(1, 0, 2).astype(np.int32)
+    for i, (_, outcome) in enumerate(run_layers(model, embedded, run)):
+        if outcome is not None:
+            positions[i] = positions_in(outcome)
     return positions
 
 
@@ -180,4 +147,4 @@ def _layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *, policy:
         return prefill_outcome(layer, heads, attended, shared, policy=policy, spec=spec)
 
     x, outcome = run_exact(layer, x, new, keep)
-    return x, outcome.pages, outcome.shared or shared
+    return x, outcome, outcome.shared or shared

@@ -1,6 +1,6 @@
 """What stands between the network and the endpoints: keys, hosts, origins, the size of a body, and errors as objects.
 
-`app` puts it around all routes. A key is compared in constant time on every route but `/health` and `/metrics`.
+`app` puts it around all routes. A key is compared in constant time on every route but `/health`, `/metrics` and the page.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from icejax.serving.errors import ApiError, api_error, http_error
+from icejax.serving.routes import page
 from icejax.serving.service import Service
 
-OPEN = ("/health", "/metrics")  # routes without a key
+OPEN = ("/health", "/metrics", *page.PATHS)  # routes without a key
 BODY_S = 60.0  # seconds in which a body must have come
 
 

@@ -42,7 +42,7 @@ class StreamOptions(Schema):
 
 
 class AnswerFields(Schema):
-    """The fields that completions and chats share, under OpenAI's names; the last ones are vLLM's."""
+    """The fields that completions and chats share, under OpenAI's names; the last ones are vLLM's, and `explain` is ours."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -68,6 +68,7 @@ class AnswerFields(Schema):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     structured_outputs: dict[str, Any] | None = None
+    explain: bool | None = None
     # Not built:
     min_tokens: Any = None
     use_beam_search: Any = None

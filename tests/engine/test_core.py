@@ -14,7 +14,8 @@ from icejax.engine.request import AnswerOptions
 from icejax.engine.response import GenerationResponse, join
 from icejax.engine.sampling import Sampling
 from icejax.engine.serving import core as core_module
-from icejax.engine.serving.core import Core, CoreSizes, Job
+from icejax.engine.serving.core import Core
+from icejax.engine.serving.job import CoreSizes, Job
 from icejax.runtime.compile_clock import Mark
 from tests import tolerances
 from tests.helpers import families

@@ -38,6 +38,8 @@ class FakeCore:
         fails: an error to raise in the next piece of work.
     """
 
+    constants = None
+
     def __init__(self, *, most_waiting: int | None = None) -> None:
         self.scheduler = Scheduler(2, Extents(6), share=0.5, most_waiting=most_waiting)
         self.gate, self.fails, self.tokens = threading.Event(), None, {}

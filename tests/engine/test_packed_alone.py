@@ -43,7 +43,7 @@ def test_a_plan_needs_no_way_to_read_host_memory(bundled):
         assert (plan.fetch_backend, plan.pool.planes, plan.compact_every) == ("", 0, 0)
     with pytest.raises(icejax.InputError, match="packed fetches single tokens, which TPU cannot"):
         make_plan(bundled[0], Packed(), platform="tpu", **sizes)
-    with pytest.raises(icejax.InputError, match="--explain shows what is fetched from the host: it needs pages there"):
+    with pytest.raises(icejax.InputError, match="^explain shows what is fetched from the host: it needs pages there"):
         Explanation(bundled[0], [1, 2, 3], Packed(exact=0), new_tokens=4)
 
 

@@ -17,7 +17,8 @@ from icejax.checks.errors import InputError
 from icejax.engine.sampling import Sampling
 from icejax.engine.serving import core as core_module
 from icejax.engine.serving import prefix_folder
-from icejax.engine.serving.core import Core, CoreSizes
+from icejax.engine.serving.core import Core
+from icejax.engine.serving.job import CoreSizes
 from tests.engine.test_core import alone, answers, assert_all_free, assert_equal, job, slow
 from tests.helpers import families
 from tests.helpers.letters import Letters

@@ -55,7 +55,8 @@ def answer(response: GenerationResponse, arguments: argparse.Namespace, console:
         return tell_only_thoughts(response, console)
     fields = dataclasses.asdict(response) | {"reasoning_content": response.reasoning_content}
     fields |= fields.pop("run")
-    del fields["row"], fields["prompt_logprobs"]  # the order of the lines says it; no command asks for them
+    for other in ("row", "prompt_logprobs", "attention"):  # the order of the lines says it; no command asks for them
+        del fields[other]
     fields = fields if name is None else {"id": name} | fields
     write(escaped(json.dumps(fields, ensure_ascii=not is_unicode())) + "\n")
 

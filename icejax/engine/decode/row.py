@@ -11,13 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from icejax.engine.decode.attention_map import AttentionMap
 from icejax.engine.decode.counters import MILLION, NOTHING, StepCounters
 from icejax.engine.decode.run import RunConstants
-from icejax.engine.response import GenerationResponse, TokenLogprobs
+from icejax.engine.response import Attention, GenerationResponse, TokenLogprobs
 from icejax.runtime.compile_clock import Mark
 from icejax.text.detokenize import Detokenizer
 from icejax.text.grammar import Matcher
 from icejax.text.reasoning import Parts, splitter
+
+PICTURES = 4  # tokens from one picture of a row's attention to the next
 
 
 class Row:
@@ -34,6 +37,7 @@ class Row:
         forced: tokens of the answer in place of the model's choices; empty: the model answers.
         matcher: the place of the answer in its grammar; None: it has none.
         prompt_logprobs: those of the prompt's tokens, which the first response has; None: there are none.
+        attention: what the row attends to; None: nobody asks.
         finish_reason: `stop`, `length`, or None while the row goes on.
     """
 
@@ -65,6 +69,7 @@ class Row:
         self.tokens: list[int] = []
         self.forced, self.matcher = forced, matcher
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        self.attention: AttentionMap | None = None
         self.totals = NOTHING
         self.finish_reason: str | None = None
         self._text, self._splitter = Detokenizer(tokenizer, stop, before=self.prompt), splitter(tokenizer, self.prompt)
@@ -143,6 +148,7 @@ class Row:
             token_ids=(self.tokens[-1],),
             logprobs=None if logprobs is None else (logprobs,),
             prompt_logprobs=self.prompt_logprobs if count == 1 else None,
+            attention=self._picture(),
             prompt_tokens=len(self.prompt),
             cached_tokens=len(self.prompt) - self.fed,
             new_tokens=count,
@@ -161,3 +167,7 @@ class Row:
             run=constants.report,
             **timing,
         )
+
+    def _picture(self) -> Attention | None:
+        is_due = len(self.tokens) % PICTURES == 1 or self.finish_reason is not None
+        return self.attention.picture() if self.attention is not None and is_due else None

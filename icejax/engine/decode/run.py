@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -150,17 +152,21 @@ class RunConstants:
 
 
 def run_constants(run: Run, cache: CachePolicy) -> RunConstants:
-    """Returns the constants of a run; the report's bytes are those of the run's arrays, divided by the number of rows."""
-    model, plan = run.decoding.model, run.decoding.plan
+    """Returns the constants of a run."""
+    return constants(run.decoding.model, run.decoding.plan, cache, run.state.cache, run.pool)
+
+
+def constants(model: CausalLM, plan: Plan, policy: CachePolicy, cache: KVCache, pool: Any) -> RunConstants:
+    """Returns the constants of runs with this cache and pool, arrays or shapes; bytes are divided by the number of rows."""
     config, batch = model.config, plan.spec.batch_size
-    digest_bytes = sum(report.digest_bytes for report in reports(plan, run.state.cache))
-    device_bytes = sum(x.nbytes for x in jax.tree.leaves(run.state.cache.layers))
+    digest_bytes = sum(report.digest_bytes for report in reports(plan, cache))
+    device_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache.layers))
     report = RunReport(
-        cache=display_name(cache),
-        budget=cache.budget,
+        cache=display_name(policy),
+        budget=policy.budget,
         device_kv_bytes=(device_bytes - digest_bytes) // batch,
         digest_bytes=digest_bytes // batch,
-        host_kv_bytes=pool_bytes(run.pool) // batch,
+        host_kv_bytes=pool_bytes(pool) // batch,
         fetch_backend=plan.fetch_backend or None,
         device=devices.device_name(),
         dtype=model.dtype,

@@ -15,23 +15,24 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import jax
 
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import Extents
+from icejax.cache.pool.page_format import pool_shapes
 from icejax.cache.protocol import CachePolicy
 from icejax.checks.errors import InputError
 from icejax.engine import batch
+from icejax.engine.decode.attention_map import check_has_pages
 from icejax.engine.decode.loop import DecodeLoop, Outcome
 from icejax.engine.decode.row import Row
-from icejax.engine.decode.run import Run, run_constants
+from icejax.engine.decode.run import Run, constants
 from icejax.engine.decode.step import DecodePrograms, DecodeState, Step
 from icejax.engine.plan import make_plan
-from icejax.engine.request import AnswerOptions
+from icejax.engine.serving.job import CoreSizes, Job
 from icejax.engine.serving.prefix_cache import PrefixCache, divided
 from icejax.engine.serving.prefix_folder import PrefixFolder
 from icejax.engine.serving.prefixes import BLOCK, chain
@@ -40,76 +41,10 @@ from icejax.engine.serving.scheduler import Scheduler, Ticket, Work
 from icejax.engine.serving.start import RowStart
 from icejax.engine.snapshot.fingerprint import check_registered, fingerprint, weights_sum
 from icejax.models.decoder import CausalLM
-from icejax.runtime.compile_clock import Mark
-from icejax.text.grammar import Matcher
 
 LOG = logging.getLogger(__name__)
 UNIT_S = 0.2  # seconds, beside half a step, that units of prefill may delay the rows that decode
 SAMPLES_BYTES = 2**30  # bytes of arrays of prompts that have several answers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A prompt to answer.
-
-    Attributes:
-        tokens: the prompt, i32[T].
-        options: the options of the answer.
-        limit: maximum number of answer tokens.
-        draw: seed and index of the row's random key.
-        index, number: as in `Row`.
-        started: when the caller asked.
-        salt: prompts share cached prefixes only with prompts of the same salt.
-        sample: number of the answer among the answers to the prompt, from 0.
-        samples: number of answers to the prompt.
-        forced: tokens of the answer in place of the model's choices; empty: the model answers.
-        prompt_logprobs: as in `Request`.
-        matcher: the beginning of the answer in its grammar, for this answer alone; None: it has none.
-    """
-
-    tokens: np.ndarray
-    options: AnswerOptions
-    limit: int
-    draw: tuple[int, int]
-    index: int
-    number: int
-    started: Mark
-    salt: str = ""
-    sample: int = 0
-    samples: int = 1
-    forced: tuple[int, ...] = ()
-    prompt_logprobs: int | None = None
-    matcher: Matcher | None = None
-
-    def row(self, tokenizer: Any, eos: tuple[int, ...]) -> Row:
-        """Returns the record of the row that answers the prompt, whose prefill begins now."""
-        options = dict(index=self.index, number=self.number, logprobs=self.options.logprobs, started=self.started)
-        options |= dict(sample=self.sample, forced=self.forced, matcher=self.matcher)
-        return Row(tokenizer, self.options.stop, eos, self.tokens.tolist(), self.limit, **options)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CoreSizes:
-    """The sizes of a core, in rows and tokens.
-
-    Attributes:
-        places: rows that decode at once.
-        prompt_tokens, new_tokens: most tokens of a prompt, and of its answer.
-        prompts: token counts of the longest prompts that the pool holds at once.
-        joins: whether a row may get the place of one that has ended.
-        samples: whether some prompts have several answers, which share the prompt's pages.
-        prefix_memory: bytes of host memory for cached prefixes; 0: no store.
-        prefix_disk: bytes of the disk for cached prefixes.
-    """
-
-    places: int
-    prompt_tokens: int
-    new_tokens: int
-    prompts: tuple[int, ...]
-    joins: bool
-    samples: bool = False
-    prefix_memory: int = 0
-    prefix_disk: int = 0
 
 
 class Core:
@@ -119,6 +54,7 @@ class Core:
         plan: the plan of the batch.
         scheduler: the queue.
         pool: the pool while no row decodes, which else the run has; None without a pool.
+        constants: what is the same for all answers.
     """
 
     def __init__(
@@ -151,7 +87,7 @@ class Core:
         tokens = dict(prompt_tokens=sizes.prompt_tokens, new_tokens=sizes.new_tokens)
         self.plan = make_plan(model, policy, batch_size=sizes.places, joins=sizes.joins, **tokens)
         self._row_plan = dataclasses.replace(self.plan, spec=dataclasses.replace(self.plan.spec, batch_size=1))
-        self._model, self._tokenizer, self._policy = model, tokenizer, policy
+        self._model, self._tokenizer = model, tokenizer
         self._progress, self._watch = progress, watch
         prefix_extents, prefix_bytes = divided(self.plan, sizes.prefix_memory)
         if sizes.samples:
@@ -159,13 +95,16 @@ class Core:
         if prefix_bytes and model.config.short_context is not None:
             LOG.info("no prefix is stored: LongRoPE's keys change with a text's length")
             prefix_extents = prefix_bytes = 0
-        self.pool, extents = None, None
+        self.pool, extents, rows_pool = None, None, None
         if self.plan.pooled:
             has_scratch = sizes.places > 1 or sizes.joins  # where rows that have ended write; a single row needs none
             count = sum(int(self.plan.extents(prompt).sum()) for prompt in sizes.prompts) + has_scratch
+            rows_pool = pool_shapes(*self.plan.pool_sizes(count))
             count += prefix_extents
             self.pool = host_pool.allocate(*self.plan.pool_sizes(count), limit=host_memory_limit)
             extents = Extents(count, nobodys=has_scratch)
+        shapes = jax.eval_shape(lambda: batch.empty_batch(self.plan))
+        self.constants = constants(model, self.plan, policy, shapes.cache, rows_pool)
         self._prefix_cache = None
         if prefix_bytes:
             folder = None
@@ -194,8 +133,10 @@ class Core:
             owner: who gets the responses; the core does not look at it.
 
         Raises:
-            InputError: too many jobs wait, or the pool can never hold the row.
+            InputError: too many jobs wait, the pool can never hold the row, or the job asks to explain and nothing is in it.
         """
+        if job.explain:
+            check_has_pages(self.plan)
         ticket = Ticket(job, self.plan.extents(len(job.tokens)) if self.plan.pooled else None, owner=owner)
         self.scheduler.submit(ticket)
         return ticket
@@ -251,7 +192,7 @@ class Core:
             row.fed -= start.cached
             if self._prefix_cache is not None:
                 self._prefix_cache.prefixes.hits += start.cached
-            row.prompt_logprobs = start.prompt_logprobs
+            row.prompt_logprobs, row.attention = start.prompt_logprobs, start.attention
             self._put(self.scheduler.prefilled(), row, *start.result())
 
     def _started(self, ticket: Ticket) -> tuple[Row, RowStart]:
@@ -265,6 +206,7 @@ class Core:
         row = job.row(self._tokenizer, self.plan.eos_token_ids)
         options = dict(sampling=job.options.sampling, draw=job.draw, in_units=self._in_units, progress=self._tell_layer)
         options |= dict(prefixes=self._prefix_cache, salt=row_salt, logprobs=job.prompt_logprobs, tokenizer=self._tokenizer)
+        options |= dict(explain=job.explain)
         return row, RowStart(self._model, self._row_plan, row.prompt, route, ticket.table, **options)
 
     def _put(self, ticket: Ticket, row: Row, state: DecodeState, step: Step) -> None:
@@ -273,8 +215,8 @@ class Core:
         if self._loop is None:
             programs = DecodePrograms(self._model, self.plan)
             arrays = (state, step) if places == 1 else (batch.empty_batch(self.plan), step.of_rows(places))
-            run = Run(programs, *arrays, self.pool, self._watch)
-            self._loop, self.pool = DecodeLoop(run, run_constants(run, self._policy)), None
+            run = Run(programs, *arrays, self.pool, self._see_step)
+            self._loop, self.pool = DecodeLoop(run, self.constants), None
         run = self._loop.run
         if self._hosts_experts:  # prefill has moved some to the device
             run.decoding.take_weights()
@@ -293,6 +235,14 @@ class Core:
                 self.release(tickets[at])
         if self.scheduler.prefilling is not None and self._loop is not None:
             self._loop.run.step.counters.block_until_ready()  # beside a unit it would take longer, and so would the unit
+
+    def _see_step(self, state: DecodeState) -> None:
+        """Looks at the state after a step: the rows that explain themselves, and who watches."""
+        for at, row in self._loop.rows.items():
+            if row.attention is not None and row.attention.steps < row.limit - 1:  # the last token is not fed
+                row.attention.watch(state, at)
+        if self._watch is not None:
+            self._watch(state)
 
     def _tell_layer(self, _: int) -> None:
         if self._progress is not None and not self._has_stepped:

@@ -65,7 +65,7 @@ class PrefixCache:
     def prepare(self, ticket: Ticket) -> None:
         """Sets a ticket's route and the extents that it needs, and forgets entries until so many extents are free."""
         whole = Route(None, (len(ticket.request.tokens),))
-        if ticket.request.prompt_logprobs is not None:
+        if not ticket.request.reads_prefixes:
             self._set(ticket, whole)
             return
         tokens, hashes = ticket.request.tokens, chain(ticket.request.tokens, ticket.request.salt)

@@ -19,6 +19,7 @@ from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.checks.errors import InputError
 from icejax.engine.batch import pages_used
+from icejax.engine.decode.attention_map import AttentionMap
 from icejax.engine.decode.step import DecodeState, Step
 from icejax.engine.extend import extend
 from icejax.engine.first_token import choose_from
@@ -47,6 +48,7 @@ class RowStart:
         done: whether `result` is there.
         cached: number of tokens that came from the prefix store.
         prompt_logprobs: one entry per prompt token but the first; None unless requested.
+        attention: where the tokens of the prompt are, for the steps to come; None unless requested.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class RowStart:
         progress: Callable[[int], None] | None = None,
         logprobs: int | None = None,
         tokenizer: Any = None,
+        explain: bool = False,
     ) -> None:
         """Prepares the row; nothing runs yet.
 
@@ -78,11 +81,13 @@ class RowStart:
             progress: called with the number of layers done, where the prefill is one piece.
             logprobs: most likely tokens to report with each prompt token, which uses no cached prefix; None: none.
             tokenizer: names these tokens.
+            explain: whether to make `attention`, which uses no cached prefix.
         """
         self._model, self._plan, self._tokens, self._route, self._table = model, plan, tokens, route, table
         self._sampling, self._draw, self._in_units = sampling, draw, in_units
         self._prefixes, self._salt, self._progress, self.cached = prefixes, salt, progress, 0
         self._logprobs, self._tokenizer, self.prompt_logprobs = logprobs, tokenizer, None
+        self._explain, self.attention = explain, None
         self._pool: Pool | None = None
         self._result: tuple[DecodeState, Step] | None = None
         self._pieces = self._run()
@@ -136,16 +141,18 @@ class RowStart:
                     state, step, self._pool = extend(self._model, tokens, self._plan, state, self._pool)
                     step.logits.block_until_ready()  # what still runs would delay the next step
                     state = self._with_options(state, stop) if stop < cut else state
-            elif self._in_units or self._logprobs is not None:
+            elif self._in_units or self._logprobs is not None or self._explain:
                 table = None if self._table is None else self._table[None]
                 options = dict(sampling=self._sampling, draw=self._draw)
-                job = PrefillJob(self._model, self._tokens[:cut], self._plan, table, **options)
+                job = PrefillJob(self._model, self._tokens[:cut], self._plan, table, locate=self._explain, **options)
                 while not job.done:
                     yield
                     self._pool = job.advance(self._pool)
                 if self._logprobs is not None:
                     scored = prompt_logprobs(self._model, job.hidden, self._tokens, self._logprobs, tokenizer=self._tokenizer)
                     self.prompt_logprobs = tuple((yield from scored))
+                if self._explain:
+                    self.attention = AttentionMap(job.positions, len(self._tokens), renewal=self._plan.renewal)
                 state, step = job.result()
             else:
                 yield

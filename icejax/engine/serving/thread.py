@@ -18,7 +18,8 @@ from typing import Any
 from icejax.checks.errors import InputError
 from icejax.engine.decode.loop import Outcome
 from icejax.engine.response import GenerationResponse, joined
-from icejax.engine.serving.core import Core, Job
+from icejax.engine.serving.core import Core
+from icejax.engine.serving.job import Job
 from icejax.engine.serving.scheduler import Load, Scheduler, Ticket, too_many_wait
 
 LOG = logging.getLogger(__name__)
@@ -105,7 +106,11 @@ class Handle:
 
 
 class EngineThread:
-    """Drives a core in a thread of its own, until it is closed or the core fails."""
+    """Drives a core in a thread of its own, until it is closed or the core fails.
+
+    Attributes:
+        constants: those of the core.
+    """
 
     def __init__(self, make_core: Callable[[], Core], *, most_waiting: int | None = None) -> None:
         """Starts the thread, which makes the core; raises what that raises.
@@ -184,7 +189,7 @@ class EngineThread:
         except BaseException as error:
             self._started.put(error)
             return
-        self._scheduler = core.scheduler
+        self._scheduler, self.constants = core.scheduler, core.constants
         self._started.put(None)
         try:
             self._drive(core)

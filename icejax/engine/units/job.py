@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ from jaxtyping import Array, Float, Int
 
 from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import Outcome, Shared
+from icejax.cache.sizes import CacheSpec
+from icejax.engine.decode.attention_map import positions_in
 from icejax.engine.decode.step import DecodeState, Step
 from icejax.engine.layers import embed
 from icejax.engine.plan import Plan
@@ -41,6 +44,7 @@ class PrefillJob:
     Attributes:
         done: whether all units have run.
         layers_done: number of layers whose units have all run.
+        positions: layer -> i32[K, P, p], the prompt positions of the tokens in its pages; empty unless `locate`.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class PrefillJob:
         sampling: Sampling,
         draw: tuple[int, int],
         sizes: UnitSizes | None = None,
+        locate: bool = False,
     ) -> None:
         """Prepares the units; nothing runs yet.
 
@@ -63,11 +68,13 @@ class PrefillJob:
             sampling: the row's sampling options.
             draw: seed and index of the row's random key.
             sizes: sizes of the units of every layer, which divide the padded length; None: by the layer's work.
+            locate: whether to make `positions`, which packs each layer a second time.
         """
         self._model, self._prompt, self._plan, self._sizes = model, prompt, plan, sizes
         self._table = None if table is None else jnp.array(table)  # a copy, which `first_state` donates
         self._sampling, self._draw = sampling, draw
         self._padded, self._lengths = padded_prompts([prompt], plan.spec), lengths_of([prompt])
+        self._locate, self.positions = locate, dict[int, np.ndarray]()
         self._states: list[Any] = []
         self._x = self._pool = None
         self.done, self.layers_done = False, 0
@@ -116,7 +123,14 @@ class PrefillJob:
                 )
             if layer.offloaded is not None:
                 layer.experts.update_resident(loaded.experts, queries.uses)
-            results = outcome = yield from self._pack(number, (loaded, keys, queries), shared, results)
+            results = outcome = yield from self._pack(number, (loaded, keys, queries), shared, results, spec)
+            if self._locate and number in plan.pooled:
+                # Positions need a value plane (no `latent`) in fp32, as 16 bits cannot hold them.
+                spec = replace(spec, latent=False, dtype="float32")
+                located = (loaded, *programs.with_positions(keys, queries))
+                results = located = yield from self._pack(number, located, shared, results, spec)
+                self.positions[number] = positions_in(located)
+                del located
             del keys, queries, loaded
             if outcome.pages is not None:
                 yield results
@@ -132,14 +146,16 @@ class PrefillJob:
         """Returns the first layer's input, committed to the device, as the output of a layer with experts from the host is."""
         return jax.device_put(embed(self._model, jnp.asarray(self._padded)), devices.device())
 
-    def _pack(self, number: int, layer_arrays: tuple, shared: Shared | None, results: Any) -> Generator[Any, None, Outcome]:
+    def _pack(
+        self, number: int, layer_arrays: tuple, shared: Shared | None, results: Any, spec: CacheSpec
+    ) -> Generator[Any, None, Outcome]:
         """Runs the units that build the cache of a layer: one for each KV head where the policy allows it, else one.
 
         Args:
             results: those of the unit before.
         """
         layer, keys, queries = layer_arrays
-        policy, spec = self._plan.policies[number], self._plan.spec_of(number)
+        policy = self._plan.policies[number]
         arrays, sizes = (layer, keys, queries, self._lengths, shared), dict(policy=policy, spec=spec)
         if not policy.packs_by_head or spec.num_kv_heads == 1:
             yield results

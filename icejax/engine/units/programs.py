@@ -108,6 +108,14 @@ def run_block(
     return put(x, block), Queries(put(queries.q, q), attended, uses)
 
 
+@jax.jit
+def with_positions(keys: Keys, queries: Queries) -> tuple[Keys, Queries]:
+    """Returns keys and queries in fp32 with the tokens' positions in place of their values."""
+    positions = jnp.arange(keys.v.shape[2], dtype=jnp.float32)[None, None, :, None]
+    keys = Keys(keys.k.astype(jnp.float32), jnp.broadcast_to(positions, keys.v.shape))
+    return keys, queries._replace(q=queries.q.astype(jnp.float32))
+
+
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def pack(
     layer: DecoderLayer, keys: Keys, queries: Queries, lengths: Int[Array, " 1"], shared: Shared | None, *,

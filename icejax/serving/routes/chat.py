@@ -17,6 +17,7 @@ from icejax.engine.request import Request as EngineRequest
 from icejax.engine.response import GenerationResponse, Logprob, TokenLogprobs
 from icejax.serving import parameters
 from icejax.serving.errors import ApiError
+from icejax.serving.explain import attention_of, explains
 from icejax.serving.grammars import grammar_of
 from icejax.serving.guard import owner_of, read_body
 from icejax.serving.identity import new_id
@@ -53,9 +54,10 @@ async def chat_completions(request: Request) -> Response:
     options |= dict(cache_salt=parameters.salt_of(fields, owner_of(request)), parse_special=parse_special)
     if fields.logprobs:
         options["logprobs"] = fields.top_logprobs or 0
+    explain = explains(fields)
 
     def make() -> list[tuple[EngineRequest, dict[str, Any]]]:
-        return [(EngineRequest(prompt=chat_text(service, fields), grammar=grammar), options)]
+        return [(EngineRequest(prompt=chat_text(service, fields), grammar=grammar, explain=explain), options)]
 
     answers = await service.submit(make, prompts=1, n=n)
     readers = [CallsOf(asked_for) for _ in range(n)]
@@ -77,7 +79,8 @@ async def chat_completions(request: Request) -> Response:
         return dict(index=index, delta=content, logprobs=logprobs, finish_reason=reason)
 
     def of_piece(index: int, piece: GenerationResponse) -> list[bytes]:
-        return [chunk([delta(index, _delta(readers[index].read(piece)) | _thoughts(piece), piece)])]
+        content = _delta(readers[index].read(piece)) | _thoughts(piece)
+        return [chunk([delta(index, content, piece) | attention_of(piece)])]
 
     first = [chunk([delta(index, dict(role="assistant", content=""))]) for index in range(n)]
     return EventStream(answers, service, first=first, of_piece=of_piece, last=last)
@@ -135,8 +138,8 @@ def _choice(index: int, response: GenerationResponse, calls: CallsOf) -> dict[st
         message["tool_calls"] = [
             dict(id=call.id, type="function", function=dict(name=call.name, arguments=call.arguments)) for call in calls.calls
         ]
-    reason = calls.reason(response)
-    return dict(index=index, message=message, logprobs=_logprobs(response.logprobs), finish_reason=reason)
+    choice = dict(index=index, message=message, logprobs=_logprobs(response.logprobs), finish_reason=calls.reason(response))
+    return choice | attention_of(response)
 
 
 def _delta(events: list[tuple[Call | None, Event]]) -> dict[str, Any]:

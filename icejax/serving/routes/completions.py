@@ -19,6 +19,7 @@ from icejax.engine.request import Request as EngineRequest
 from icejax.engine.response import GenerationResponse, Logprob, TokenLogprobs
 from icejax.serving import parameters
 from icejax.serving.errors import ApiError
+from icejax.serving.explain import attention_of, explains
 from icejax.serving.grammars import grammar_of
 from icejax.serving.guard import owner_of, read_body
 from icejax.serving.identity import new_id
@@ -48,7 +49,8 @@ async def completions(request: Request) -> Response:
     options = parameters.answer_options(fields, sampling=sampling, limit=limit)
     reading = dict(special_tokens=fields.add_special_tokens is not False, parse_special=fields.parse_special is not False)
     options |= dict(logprobs=fields.logprobs, cache_salt=parameters.salt_of(fields, owner_of(request)), **reading)
-    scored, grammar = fields.logprobs if fields.echo else None, grammar_of(fields)
+    scored = fields.logprobs if fields.echo else None
+    asked = dict(grammar=grammar_of(fields), explain=explains(fields))
     if fields.suffix:
         _check_suffix(service, fields, prompts)
         options["stop"] += infill_ends(service.tokenizer)
@@ -59,12 +61,12 @@ async def completions(request: Request) -> Response:
         if fields.suffix:
             parse = bool(fields.parse_special)
             texts = [infill(service.tokenizer, prompt, fields.suffix, parse_special=parse) for prompt in prompts]
-            return [(EngineRequest(prompt=ids, grammar=grammar), options) for ids in texts]
+            return [(EngineRequest(prompt=ids, **asked), options) for ids in texts]
         if scored is None:
-            return [(EngineRequest(prompt=prompt, grammar=grammar), options) for prompt in prompts]
+            return [(EngineRequest(prompt=prompt, **asked), options) for prompt in prompts]
         tokens = [service.tokens(prompt, **reading) for prompt in prompts]
         firsts[:] = [_named(*token_text(service.tokenizer, ids[0])) for ids in tokens]
-        return [(EngineRequest(prompt=ids, prompt_logprobs=scored, grammar=grammar), options) for ids in tokens]
+        return [(EngineRequest(prompt=ids, prompt_logprobs=scored, **asked), options) for ids in tokens]
 
     answers = await service.submit(make, prompts=len(prompts), n=n)
     about = dict(id=new_id("cmpl"), object="text_completion", created=int(time.time()), model=name)
@@ -92,7 +94,8 @@ async def completions(request: Request) -> Response:
         begun.add(index)
         logprobs = _logprobs(piece.logprobs, offset=offsets[index])
         offsets[index] += sum(len(token.chosen.text) for token in piece.logprobs or ())  # a stop string may hold text back
-        return [chunk([dict(index=index, text=echo + text, logprobs=logprobs, finish_reason=piece.finish_reason)])]
+        choice = dict(index=index, text=echo + text, logprobs=logprobs, finish_reason=piece.finish_reason)
+        return [chunk([choice | attention_of(piece)])]
 
     return EventStream(answers, service, of_piece=of_piece, last=last)
 
@@ -139,7 +142,7 @@ def _choice(index: int, response: GenerationResponse, echoed: str, first: str | 
     else:
         logprobs = _logprobs([*response.prompt_logprobs, *(tokens or ())], offset=0, first=first)
     reason = "length" if only_echo else response.finish_reason
-    return dict(index=index, text=text, logprobs=logprobs, finish_reason=reason)
+    return dict(index=index, text=text, logprobs=logprobs, finish_reason=reason) | attention_of(response)
 
 
 def _logprobs(tokens: Sequence[TokenLogprobs] | None, *, offset: int, first: str | None = None) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""`/health`, `/metrics` and `/v1/models`: what routers, dashboards and clients ask before they ask a question."""
+"""`/health`, `/metrics`, `/v1/models` and `/v1/icejax`: what routers, dashboards and clients ask before they ask a question."""
 
 from __future__ import annotations
 
@@ -49,6 +49,20 @@ async def model(request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_ready()
     return json_response(_model(service, service.check_model(request.path_params["name"])))
+
+
+async def about(request: Request) -> Response:
+    """Describes the model and its cache: what the page at `/` shows. Bytes are those that an answer's place reserves."""
+    service: Service = request.app.state.service
+    service.check_ready()
+    engine, report = service.engine, service.engine.report
+    model = dict(model=service.names[0], has_chat_template=bool(getattr(service.tokenizer, "chat_template", None)))
+    sizes = dict(context_length=engine.context_length, max_new_tokens=engine.max_new_tokens)
+    cache = dict(cache=report.cache, budget=report.budget, device_bytes=report.device_kv_bytes + report.digest_bytes)
+    cache |= dict(host_bytes=report.host_kv_bytes, full_bytes=engine.full_kv_bytes, can_explain=report.host_kv_bytes > 0)
+    response = json_response(model | sizes | cache)
+    response.headers["Cache-Control"] = "no-store"
+    return response
 
 
 async def version(request: Request) -> Response:
