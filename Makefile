@@ -17,7 +17,7 @@ run: $(VENV)/installed
 	$(BIN)/python -m icejax.generate
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal  # more processes would take more than 3 GB
+	$(BIN)/python -m pytest -n 2 --dist worksteal  # more processes would take more than 4 GB
 
 test-bench: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m "bench and not slow" -n 2 --dist worksteal

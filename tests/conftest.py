@@ -34,6 +34,8 @@ CHEAP_FLAGS = [
 if parse(importlib.metadata.version("jaxlib")) < parse("0.11.1"):  # later versions do not know the flag, and exit
     CHEAP_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(CHEAP_FLAGS))
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that tests start would compile all modules
+sys.dont_write_bytecode = False
 
 import jax
 import psutil
@@ -45,12 +47,18 @@ shapes.install()  # before icejax is imported
 
 import icejax
 from icejax.commands.terminal import phases
+from icejax.sandbox import programs as sandbox_programs
 from tests.helpers import programs
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 phases.PATIENCE_S = 1e6  # on a busy machine a phase may last, and its line would stand between those that tests compare
-MAX_BYTES = 1_200_000_000  # per test process; two of them run, beside the commands that they start
+# Bytes by which a test process grows before its programs are dropped; two of them run, beside the commands that they start. What
+# the tests import is not counted: it alone is more than 1 GB, and programs that are dropped after every test are traced anew.
+GROWTH = 300_000_000
+PROCESS = psutil.Process()
+# Folders whose files run the bundled model, with the same programs, and change nothing that a program is made of.
+SHARING = ("api", "commands", "evaluation", "serving", "session", "text")
 gc.set_threshold(100_000, 50, 50)  # tracing makes many objects, few of them garbage, so collections are slow and free little
 
 
@@ -81,31 +89,50 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs_are_dropped():
-    """Drops compiled programs after each file, to bound memory; a later file reads them from the compile cache."""
+def programs_are_dropped(request):
+    """Drops compiled programs after each file, to bound memory, and because files change constants that are in programs."""
     yield
-    drop_programs()
+    if request.path.parent.name not in SHARING:
+        drop_programs()
 
 
 @pytest.fixture(autouse=True)
 def programs_are_few():
-    """Drops compiled programs after a test if the process holds more than MAX_BYTES."""
+    """Drops compiled programs after a test if the process has grown by GROWTH since it last had none."""
+    global without_programs
+    if without_programs is None:
+        without_programs = PROCESS.memory_info().rss
     yield
-    if psutil.Process().memory_info().rss > MAX_BYTES:
+    if PROCESS.memory_info().rss > without_programs + GROWTH:
         drop_programs()
 
 
+without_programs: int | None = None  # bytes
+
+
 def drop_programs() -> None:
+    """Drops compiled programs; a later test reads them from the compile cache."""
+    global without_programs
     programs.drop()
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system
+    without_programs = PROCESS.memory_info().rss
 
 
 @pytest.fixture(scope="session")
 def bundled():
     """The bundled model and its tokenizer; tests must not change them."""
     return icejax.load()
+
+
+@pytest.fixture(scope="session")
+def sandbox():
+    """Skips what runs programs in the sandbox where the machine lacks a part of it."""
+    try:
+        sandbox_programs.run("")
+    except sandbox_programs.Unsafe as missing:
+        pytest.skip(f"this machine lacks {missing}")
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,11 @@ from pathlib import Path
 import pytest
 
 
+def pytest_ignore_collect(config):
+    """Leaves the folder out where none of its tests would run; else each process imports all of `bench/`."""
+    return "not bench" in config.option.markexpr or None
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.parent == Path(__file__).parent:

@@ -58,7 +58,7 @@ def test_a_completion_ends_with_the_function(file):
 
 
 @pytest.mark.slow
-def test_passes_are_counted(file, tmp_path, sandboxed):
+def test_passes_are_counted(file, tmp_path, sandbox):
     problems, out = humaneval.read(str(file)), tmp_path / "a" / "b.jsonl"
     completions = ["    return a + b\n", "    return a\n", "    import os; os._exit(0)\n"]
     row = humaneval.score(zip(problems, completions, strict=True), out, run_code=True)
@@ -174,11 +174,3 @@ def test_completions_that_cannot_be_written_are_one_line(file, tmp_path, capsys)
         f"{LINE} --humaneval {file} --completions {file}",
         f"--completions: {file}/bundled-float32-full.jsonl cannot be written:",
     )
-
-
-@pytest.fixture
-def sandboxed():
-    try:
-        programs.run("")
-    except programs.Unsafe as missing:
-        pytest.skip(f"this machine lacks {missing}")

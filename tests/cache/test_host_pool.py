@@ -17,6 +17,10 @@ from icejax.runtime.host_reads.backends import BACKENDS
 SHAPE = (6, 3, host_pool.EXTENT, 4, 2, 8, 16)  # E, L, 64, K, 2, p, H
 TABLE = jnp.asarray([[4, 1], [2, 5]], jnp.int32)  # extents of two rows, 128 pages each
 ROWS, PAGES = 2, 128
+BACKENDS_OF_CPUS = [*choose.ORDER["cpu"], "gather"]
+# Whole pages of one dtype are read with every backend, all else with the one in use; in the slow suite all with every one.
+IN_USE, REST = BACKENDS_OF_CPUS[0], [pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS_OF_CPUS[1:]]
+OTHERS = ((2, "float32"), (2, "float16"), (1, "bfloat16"))
 
 
 def bits(shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -25,8 +29,14 @@ def bits(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return np.random.default_rng(0).integers(0, np.iinfo(kind).max, shape, dtype=kind)
 
 
-@pytest.mark.parametrize("planes, dtype", [(2, "float32"), (2, "bfloat16"), (2, "float16"), (1, "bfloat16")])
-@pytest.mark.parametrize("backend", [*choose.ORDER["cpu"], "gather"])
+@pytest.mark.parametrize(
+    "backend, planes, dtype",
+    [
+        *((name, 2, "bfloat16") for name in BACKENDS_OF_CPUS),
+        *((IN_USE, *case) for case in OTHERS),
+        *(pytest.param(name, *case, marks=pytest.mark.slow) for case in OTHERS for name in BACKENDS_OF_CPUS[1:]),
+    ],
+)
 def test_fetch_brings_exact_bits(backend, planes, dtype):
     stored = bits((*SHAPE[:4], planes, *SHAPE[5:]), dtype)
     pool = jax.device_put(stored, devices.host_sharding())
@@ -44,7 +54,7 @@ def test_fetch_brings_exact_bits(backend, planes, dtype):
 
 
 @pytest.mark.parametrize("planes", [1, 2])
-@pytest.mark.parametrize("backend", [*choose.ORDER["cpu"], "gather"])
+@pytest.mark.parametrize("backend", [IN_USE, *REST])
 def test_single_slots_are_fetched_and_nothing_beside_them(backend, planes, monkeypatch):
     stored, reads = bits((*SHAPE[:4], planes, *SHAPE[5:]), "bfloat16"), []
 
@@ -74,7 +84,7 @@ def test_single_slots_are_fetched_and_nothing_beside_them(backend, planes, monke
 
 @pytest.mark.parametrize("singly", [False, True])
 @pytest.mark.parametrize("plane", [0, 1])
-@pytest.mark.parametrize("backend", [*choose.ORDER["cpu"], "gather"])
+@pytest.mark.parametrize("backend", [IN_USE, *REST])
 def test_one_plane_is_fetched_and_nothing_of_the_other(backend, plane, singly, monkeypatch):
     stored, reads = bits(SHAPE, "bfloat16"), []
 
@@ -163,7 +173,7 @@ def test_writes_land_in_place_and_nowhere_else(dtype):
     np.testing.assert_array_equal(np.asarray(run, np.float32), np.asarray(as_values(run_pages[:, 1]), np.float32))
 
 
-@pytest.mark.parametrize("backend", [*choose.ORDER["cpu"], "gather"])
+@pytest.mark.parametrize("backend", [IN_USE, *REST])
 def test_codes_go_where_their_pages_go(backend):
     """Into extents, out of them, and by page to the device; pages keep their bits beside them."""
     rng, pool = np.random.default_rng(0), host_pool.allocate(SHAPE, "bfloat16", 24)

@@ -113,7 +113,14 @@ def test_steps_equal_kivi_in_numpy(bits, residual, sizes, steps):
     run(Kivi(bits=bits, residual=residual), heads, caches, reference.Kivi.step, reference.Kivi.extend, steps=steps)
 
 
-@pytest.mark.parametrize("policy", [Q8_0(), Q4_0(), Kivi(residual=32)], ids=["q8_0", "q4_0", "kivi"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(Q8_0(), id="q8_0", marks=pytest.mark.slow),
+        pytest.param(Q4_0(), id="q4_0"),
+        pytest.param(Kivi(residual=32), id="kivi", marks=pytest.mark.slow),
+    ],
+)
 def test_rows_that_join_a_batch_decode_as_before(policy):
     prompt, new = draw(LENGTHS, 4)
     early, late = (Layer(policy, LENGTHS, *prompt) for _ in range(2))
@@ -185,9 +192,9 @@ def test_a_cache_has_the_bytes_of_its_format(policy, bits, exact, latent):
 def test_rotation_is_the_hadamard_matrix_and_its_own_inverse():
     x = np.random.default_rng(0).standard_normal((5, 3, 384)).astype(np.float32)
     for size in (64, 128):
-        once = group_codes.hadamard(jnp.asarray(x), size)
+        once = jitted(group_codes.hadamard, x, size=size)
         np.testing.assert_allclose(once, reference.turned(x, size), rtol=0, atol=tolerances.EXACT)
-        np.testing.assert_allclose(group_codes.hadamard(once, size), x, rtol=0, atol=tolerances.EXACT)
+        np.testing.assert_allclose(jitted(group_codes.hadamard, once, size=size), x, rtol=0, atol=tolerances.EXACT)
 
 
 def test_groups_without_range_and_beyond_fp16_stay_finite():

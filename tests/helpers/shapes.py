@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jaxtyping
@@ -12,8 +12,28 @@ from beartype import beartype
 
 
 def install() -> None:
-    """Checks the functions of every icejax module imported from now on."""
+    """Checks the functions of every icejax module imported from now on.
+
+    The hook puts `jaxtyping.jaxtyped` before every function. It binds the arguments of each call to a signature, so it is left
+    out where no annotation has a shape.
+    """
+    jaxtyped = jaxtyping.jaxtyped
+
+    def jaxtyped_if_shapes(*, typechecker: Callable) -> Callable:
+        decorate = jaxtyped(typechecker=typechecker)
+        return lambda x: decorate(x) if isinstance(x, type) or any(map(has_shape, annotations(x))) else x
+
+    jaxtyping.jaxtyped = jaxtyped_if_shapes
     jaxtyping.install_import_hook("icejax", f"{__name__}.checked")
+
+
+def annotations(function: Callable) -> Iterator[Any]:
+    """Yields the annotations of a function; one that names what its module defines later is left out, as jaxtyping does."""
+    for annotation in function.__annotations__.values():
+        try:
+            yield eval(annotation, function.__globals__) if isinstance(annotation, str) else annotation
+        except (NameError, AttributeError):
+            continue
 
 
 def checked(function: Callable) -> Callable:

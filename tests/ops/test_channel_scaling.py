@@ -1,5 +1,6 @@
 """Channel scaling: the factors, and caches whose pages and outputs do not depend on the scale of key channels."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from icejax.ops.pages.channel_scaling import FEWEST, MOST, factors_of
 from tests.helpers.layer import Layer, attention, draw, uneven
 
 CHANNELS = [2, 9]
+FACTORS = jax.jit(factors_of)
 
 
 def heads(tokens: int = 300) -> tuple[np.ndarray, np.ndarray]:
@@ -18,7 +20,7 @@ def heads(tokens: int = 300) -> tuple[np.ndarray, np.ndarray]:
 
 
 def factors(q: np.ndarray, k: np.ndarray, *lengths: int) -> np.ndarray:
-    return np.asarray(factors_of(jnp.asarray(q), jnp.asarray(k), jnp.asarray(lengths or [q.shape[1]], jnp.int32)))
+    return np.asarray(FACTORS(q, k, jnp.asarray(lengths or [q.shape[1]], jnp.int32)))
 
 
 def test_channels_of_like_size_stay():

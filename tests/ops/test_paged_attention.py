@@ -128,7 +128,8 @@ def test_tokens_beside_a_rest_equal_numpy(softcap):
     )
     cast = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
     parts = map(cast, (q, np.where(mask[..., None], k, np.nan), v))
-    attended, weights = attend_beside(*parts, jnp.asarray(mask), Attended(*map(cast, rest)), scoring=Scoring(0.25, softcap))
+    beside = *parts, jnp.asarray(mask), Attended(*map(cast, rest))
+    attended, weights = jitted(attend_beside, *beside, scoring=Scoring(0.25, softcap))
     scores = np.concatenate([capped(0.25 * q[0] @ k[0, :7].T, softcap), rest[1][0][:, None]], axis=1)
     lse = np.logaddexp.reduce(scores, axis=1)
     shares = np.exp(scores - lse[:, None])

@@ -199,10 +199,22 @@ class Reference:
 
     def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """Appends a token and returns the attention output [G, H] of its queries."""
-        q = q.astype(np.float64) / self.factors
+        self._put(k, v)
+        out, _ = self.look(q.astype(np.float64) / self.factors, np.asarray([*self.sinks, *self.window], int))
+        self._turn()
+        return out
+
+    def append(self, k: np.ndarray, v: np.ndarray) -> None:
+        """Appends a token; a `step` without its output, which takes longest."""
+        self._put(k, v)
+        self._turn()
+
+    def _put(self, k: np.ndarray, v: np.ndarray) -> None:
         self.k, self.v = np.vstack([self.k, k * self.factors]), np.vstack([self.v, v])
         self.window.append(len(self.k) - 1)
-        out, _ = self.look(q, np.asarray([*self.sinks, *self.window], int))
+
+    def _turn(self) -> None:
+        """Ends a step: moves a page out of the window, and compacts pages, if it is time."""
         self.steps += 1
         if self.steps % self.policy.page_size == 0:
             end = len(self.k) - self.policy.window_layout.fill  # end of the window's oldest page
@@ -211,12 +223,11 @@ class Reference:
         if self.policy.compact_every and self.steps % self.policy.compact_every == 0:
             count = self.policy.compact_every // self.policy.page_size
             tokens = np.concatenate(self.pages[-count:])
-            keys = np.zeros((self.policy.compact_every, q.shape[-1]))
+            keys = np.zeros((self.policy.compact_every, self.k.shape[-1]))
             keys[: len(tokens)] = self.k[tokens]
             packed = pack(keys, np.arange(len(keys)) < len(tokens), self.policy.page_size)
             self.pages[-count:] = [tokens[page] for page in packed]
             self.fit.add(self.k, self.v, self.pages[-count:])
-        return out
 
     def walk(self, q: np.ndarray, count: int) -> tuple[list[np.ndarray], list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
         """Returns the tokens of the best `count` pages, and log-sum-exp [G], tokens, value [G, H] of all other nodes."""

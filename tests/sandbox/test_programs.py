@@ -12,13 +12,7 @@ import pytest
 
 from icejax.sandbox import programs
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _skip_without_sandbox():
-    try:
-        programs.run("")
-    except programs.Unsafe as missing:
-        pytest.skip(f"this machine lacks {missing}")
+pytestmark = pytest.mark.usefixtures("sandbox")
 
 
 def test_only_a_program_that_comes_to_its_end_passes():

@@ -186,6 +186,7 @@ def test_a_resident_set_changes_no_answer_of_a_session(bundled, monkeypatch):
         assert actual.token_ids == expected.token_ids
     for a, b in zip(plain._cache.run.state.cache.layers, with_resident._cache.run.state.cache.layers, strict=True):
         np.testing.assert_array_equal(a.window.newest, b.window.newest)
+    programs.drop()  # other tests have the cheaper options
 
 
 @pytest.mark.parametrize("cache", [Full(), SnapKV(budget=64)], ids=lambda cache: type(cache).__name__)

@@ -13,6 +13,7 @@ pytest.importorskip("lm_eval")
 from icejax.evaluation.setting import Setting  # noqa: E402
 from icejax.evaluation.tasks import code  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("sandbox")
 PROBLEM = dict(
     task_id="Test/0",
     prompt='def mean(x):\n    """Returns the mean."""\n',
@@ -21,14 +22,6 @@ PROBLEM = dict(
     test="def check(candidate):\n    assert candidate([1, 3]) == 2\n",
 )
 PLUS = PROBLEM | dict(base_input=[[[1, 3]]], plus_input=[[[0.1, 0.2, 0.3]], [[5]]], atol=0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _skip_without_sandbox():
-    try:
-        programs.run("")
-    except programs.Unsafe as missing:
-        pytest.skip(f"this machine lacks {missing}")
 
 
 def write(folder, *lines: dict):

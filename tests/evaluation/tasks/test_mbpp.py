@@ -13,6 +13,7 @@ pytest.importorskip("lm_eval")
 from icejax.evaluation.setting import Setting  # noqa: E402
 from icejax.evaluation.tasks import mbpp  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("sandbox")
 PROBLEM = dict(
     task_id="Mbpp/2",
     prompt='"""\nWrite a function to find shared elements.\nassert similar_elements((1, 2), (2, 3)) == (2,)\n"""\n',
@@ -32,14 +33,6 @@ SUM = PROBLEM | dict(
 # Completions that EvalPlus 0.3 and the published verdicts, which are older, judge otherwise: since 0.3 sets are compared as sets.
 NEWER = {"Mbpp/2", "Mbpp/579"}
 SLOW = {"Mbpp/123", "Mbpp/599"}  # whether their time is over depends on the machine
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _skip_without_sandbox():
-    try:
-        programs.run("")
-    except programs.Unsafe as missing:
-        pytest.skip(f"this machine lacks {missing}")
 
 
 def write(folder, *lines: dict):
