@@ -30,7 +30,7 @@ BODIES: dict[str, type[Schema]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-READ = ("/health", "/metrics", "/version", "/v1/models", "/openapi.json")
+READ = ("/health", "/metrics", "/version", "/v1/models", "/v1/icejax", "/openapi.json")
 REFUSALS = "4XX", "5XX"
 
 
