@@ -72,6 +72,10 @@ class Output:
         """Returns the events before the first piece."""
         return [self._event(f"response.{name}", response=self.response) for name in ("created", "in_progress")]
 
+    def waits(self) -> bytes:
+        """Returns an event that tells nothing new: Codex leaves after 5 minutes without one, and counts no comments."""
+        return self._event("response.in_progress", response=self.response)
+
     def take(
         self, piece: GenerationResponse, found: Sequence[tuple[Call | None, Event]], logprobs: list[dict[str, Any]]
     ) -> list[bytes]:
