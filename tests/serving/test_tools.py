@@ -190,4 +190,5 @@ def test_the_anthropic_package_reads_calls(calling):
         assert stream.get_final_message().content[0].input == block.input
     result = {"type": "tool_result", "tool_use_id": block.id, "content": "rain"}
     messages = [*ASKED, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
-    assert client.messages.create(messages=messages, **body).stop_reason == "tool_use"
+    later = client.messages.create(messages=messages, **body | dict(max_tokens=9))
+    assert later.usage.input_tokens > answer.usage.input_tokens and later.stop_reason == "max_tokens"

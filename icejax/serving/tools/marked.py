@@ -64,7 +64,8 @@ class MarkedParser(Parser):
         had_begun, text = self._reader.begun, self._held
         found, self._held = self._reader.take(text)
         events += found
-        self._raw += text[: len(text) - len(self._held)]
+        if not self._reader.begun:
+            self._raw += text[: len(text) - len(self._held)]
         self.calls += self._reader.begun and not had_begun
         if self._reader.failed:
             events.append(Text(self._raw))
