@@ -22,6 +22,7 @@ from icejax.serving.json_text import json_bytes
 from icejax.serving.service import Service
 
 PATIENCE_S = 5.0  # seconds without an event, after which a comment is sent
+COMMENT = b": the request waits\n\n"
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would hold events back
 
@@ -103,6 +104,7 @@ class EventStream(Response):
         first: events before the first piece.
         last: called behind the last piece; events before `done`.
         failed: the event of an error.
+        waits: called when nothing has come for a while; what is sent then.
         done: the end of a stream.
     """
 
@@ -115,10 +117,11 @@ class EventStream(Response):
         first: Sequence[bytes] = (),
         last: Callable[[], list[bytes]] = list,
         failed: Callable[[ApiError], bytes] = lambda error: event(error.body()),
+        waits: Callable[[], bytes] = lambda: COMMENT,
         done: bytes = DONE,
     ) -> None:
         self._answers, self._service, self._of_piece = answers, service, of_piece
-        self._first, self._last, self._failed, self._done = first, last, failed, done
+        self._first, self._last, self._failed, self._waits, self._done = first, last, failed, waits, done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {"content-type": "text/event-stream; charset=utf-8"} | HEADERS
@@ -130,9 +133,9 @@ class EventStream(Response):
         async with open_while(receive, self._answers, self._service):
             await send({"type": "http.response.start", "status": 200, "headers": raw})
             try:
-                await write(b"".join(self._first) or b": the request waits\n\n")
+                await write(b"".join(self._first) or COMMENT)
                 async for item in self._answers.pieces(patience=PATIENCE_S):
-                    await write(b": the request waits\n\n" if item is None else b"".join(self._of_piece(*item)))
+                    await write(self._waits() if item is None else b"".join(self._of_piece(*item)))
                 if not self._answers.over:
                     raise CUT
                 await write(b"".join(self._last()) + self._done)

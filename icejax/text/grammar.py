@@ -22,7 +22,8 @@ from icejax.text.chat_messages import json_value
 from icejax.text.grammar_thoughts import before_answer
 from icejax.text.tokenizer_errors import tokenizer_error_from
 
-MOST_RULES = 2**19  # characters of a grammar's rules
+MOST_RULES = 2**18  # characters of a grammar's rules
+WIDEST = 1000  # keys of an object in a schema: llguidance takes time with their square, 1.2 s for 4,000
 SPACES = "( |\\n[ \\t]{0,24})"  # between the parts of JSON: without an end to them a small model may write spaces for ever
 MOST_REASON = 400  # characters of an error
 QUOTED = re.compile(r"\s*(\d* \||\^)")  # lines of an error that quote the rules
@@ -94,12 +95,20 @@ def json_rule(name: str, schema: Any, **options: Any) -> str:
     """Returns a rule's part that matches JSON of a schema; the options are llguidance's.
 
     Raises:
-        InputError: the schema, which the message calls `name`, is no JSON object.
+        InputError: the schema, which the message calls `name`, is no JSON object, or one too wide.
     """
     schema = json_value(name, {} if schema is True else schema)
     if not isinstance(schema, dict):
         raise InputError(f"{name} must be a JSON schema, which is an object, got {quoted(schema)}")
+    if (widest := _widest(schema)) > WIDEST:
+        raise InputError(f"{name} has an object of {widest} keys: expected at most {WIDEST}")
     return "%json " + json.dumps(schema | {"x-guidance": options})
+
+
+def _widest(value: Any) -> int:
+    """Returns the number of keys of the object that has most of them, in a value of JSON."""
+    inner = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    return max([len(value) if isinstance(value, dict) else 0, *map(_widest, inner)])
 
 
 class Matcher:

@@ -75,6 +75,14 @@ def test_a_stream_has_the_events_of_openai_in_their_order(server, expected):
     assert whole["output"][0]["content"] == response["output"][0]["content"]
 
 
+def test_a_response_that_waits_sends_events(server, monkeypatch):
+    monkeypatch.setattr("icejax.serving.streaming.PATIENCE_S", 0.001)
+    values = read(server.send(PATH, BODY | dict(stream=True)).read())
+    types = [value["type"] for value in values]
+    assert types[:3] == ["response.created", "response.in_progress", "response.in_progress"]
+    assert types[-1] == "response.incomplete"
+
+
 def test_an_answer_that_ends_by_itself_is_completed(server, expected):
     stop = expected.text[3:5]
     response = server.ask(PATH, BODY | dict(stop=stop))

@@ -131,7 +131,8 @@ def test_an_answer_follows_a_response_format(calling):
         (dict(guided_regex="(?=a)"), "the grammar cannot be followed: .* look-ahead and look-behind, is not supported"),
         (dict(guided_json={}, guided_regex="a"), "the request has guided_json and guided_regex: give one of them"),
         (dict(structured_outputs={"grammar": "x"}), r"structured_outputs must have one of json, regex, choice and json_object, got {'grammar': 'x'}"),
-        (dict(guided_json={"enum": ["x" * 2**19]}), "a grammar has 52.... characters, of at most 524288: shorten its schemas"),
+        (dict(guided_json={"enum": ["x" * 2**18]}), "a grammar has 26.... characters, of at most 262144: shorten its schemas"),
+        (dict(guided_json={"properties": {f"k{i}": {} for i in range(1001)}}), "the schema has an object of 1001 keys: expected at most 1000"),
         (dict(tools=[{"type": "web_search"}]), r"tools\[0\] must be an object of type 'function' with a function"),
         (dict(tools=[{"type": "function", "function": {"name": "a\x1bb"}}]), r"tools\[0\]: the name must be 1 to 128 letters, .*, got 'a\\x1bb'"),
         (dict(tools=TOOLS[:1] * 2), "tools must have different names, and be at most 512"),
@@ -153,3 +154,41 @@ def test_tools_need_a_form_that_is_known(server):
     body = dict(messages=ASKED, tools=[{"type": "web_search_20260101", "name": "web_search"}], max_tokens=1)
     error = server.ask(MESSAGES, body, status=400)["error"]["message"]
     assert error == "a tool of type 'web_search_20260101' is not supported: expected one with a name and an input_schema"
+
+
+@pytest.mark.slow
+def test_the_openai_package_reads_calls_and_schemas(calling):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{calling.port}/v1", api_key="x", max_retries=0, timeout=300)
+    body = dict(model="bundled", messages=ASKED, temperature=0, max_tokens=150)
+    asked = body | dict(tools=TOOLS, tool_choice=NAMED, parallel_tool_calls=False)
+    choice = client.chat.completions.create(**asked).choices[0]
+    call = choice.message.tool_calls[0]
+    assert (choice.finish_reason, call.type, call.function.name) == ("tool_calls", "function", "weather")
+    with client.chat.completions.stream(**asked) as stream:
+        read = stream.get_final_completion().choices[0]
+    assert read.finish_reason == "tool_calls" and read.message.tool_calls[0].function.arguments == call.function.arguments
+    result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    messages = [*ASKED, choice.message.model_dump(exclude_none=True), result]
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+    answer = client.chat.completions.create(
+        **body | dict(messages=messages), tools=TOOLS, tool_choice="none", response_format=form
+    )
+    assert set(json.loads(answer.choices[0].message.content)) == {"city", "days"}
+
+
+@pytest.mark.slow
+def test_the_anthropic_package_reads_calls(calling):
+    anthropic = pytest.importorskip("anthropic")
+    client = anthropic.Anthropic(base_url=f"http://127.0.0.1:{calling.port}", api_key="x", max_retries=0, timeout=300)
+    choice = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
+    body = dict(model="bundled", max_tokens=150, tools=ANTHROPIC, tool_choice=choice, extra_body=dict(temperature=0))
+    answer = client.messages.create(messages=ASKED, **body)
+    [block] = answer.content
+    assert (answer.stop_reason, block.type, set(block.input)) == ("tool_use", "tool_use", {"city", "days"})
+    with client.messages.stream(messages=ASKED, **body) as stream:
+        assert stream.get_final_message().content[0].input == block.input
+    result = {"type": "tool_result", "tool_use_id": block.id, "content": "rain"}
+    messages = [*ASKED, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+    later = client.messages.create(messages=messages, **body | dict(max_tokens=9))
+    assert later.usage.input_tokens > answer.usage.input_tokens and later.stop_reason == "max_tokens"

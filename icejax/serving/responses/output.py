@@ -72,17 +72,21 @@ class Output:
         """Returns the events before the first piece."""
         return [self._event(f"response.{name}", response=self.response) for name in ("created", "in_progress")]
 
+    def waits(self) -> bytes:
+        """Returns an event that tells nothing new: Codex leaves after 5 minutes without one, and counts no comments."""
+        return self._event("response.in_progress", response=self.response)
+
     def take(
-        self, piece: GenerationResponse, found: Sequence[tuple[Call | None, Event]], logprobs: list[dict[str, Any]]
+        self, piece: GenerationResponse, parts: Sequence[tuple[Call | None, Event]], logprobs: list[dict[str, Any]]
     ) -> list[bytes]:
         """Returns the events of a piece.
 
         Args:
-            found: what `CallsOf` has found in its text.
+            parts: what `CallsOf` reads in its text.
             logprobs: of its tokens.
         """
         events = self._grown(self._thoughts, piece.reasoning or "", [])
-        for call, event in found:
+        for call, event in parts:
             events += self._grown(TEXT, event.text, logprobs) if call is None else self._of_call(call, event)
             logprobs = logprobs if call else []  # a piece may have two texts
         if piece.finish_reason is not None:

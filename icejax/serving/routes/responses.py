@@ -76,7 +76,8 @@ async def responses(request: Request) -> Response:
         return output.take(piece, calls.read(piece), [logprob(token) for token in piece.logprobs or ()])
 
     if fields.stream:
-        return EventStream(answers, service, first=output.begun(), of_piece=of_piece, failed=output.failed, done=b"")
+        events = dict(first=output.begun(), of_piece=of_piece, failed=output.failed, waits=output.waits)
+        return EventStream(answers, service, **events, done=b"")
     return await whole_response(request, answers, service, lambda _: output.response, read=of_piece)
 
 

@@ -141,7 +141,8 @@ def arguments_rule(number: int, tool: Tool) -> str:
     Raises:
         InputError: the tool's parameters are no JSON schema.
     """
-    schema = json_rule(f"the parameters of {tool.name}", tool.parameters, lenient=not tool.strict, **CLOSE)
+    schema = {"type": "object"} | dict(tool.parameters)
+    schema = json_rule(f"the parameters of {tool.name}", schema, lenient=not tool.strict, **CLOSE)
     return f"arguments{number}: {schema}"
 
 

@@ -27,7 +27,7 @@ def form_of(tokenizer: Any) -> Form | None:
     if "tools" not in templates or any(other in templates for other in OTHERS):
         return None
     if MISTRAL in templates:
-        return Mistral(named=ARGUMENTS in templates or f"{MISTRAL}' + " in templates and "[{" not in templates, **fields)
+        return Mistral(named=ARGUMENTS in templates, **fields)
     if HERMES in templates:
         return Hermes(**fields)
     if "ipython" in templates or PYTHON in templates:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from icejax.serving.tools.events import Event, Text
 from icejax.serving.tools.form import Parser
-from icejax.serving.tools.json_values import SPACES, ArgumentsReader, CallReader
+from icejax.serving.tools.json_values import ArgumentsReader, CallReader
 
 
 class MarkedParser(Parser):
@@ -34,9 +34,10 @@ class MarkedParser(Parser):
         return events
 
     def rest(self) -> list[Event]:
-        cut, text = self._reader.cut(), "" if self._reader.begun else self._raw
-        self._raw, self._held, held = "", "", self._held
-        return [*cut, *([Text(text + held)] if text + (held if not self._inside else held.strip(SPACES)) else [])]
+        is_behind = self._inside and self._reader.over  # a call, where only marks come
+        text = ("" if self._reader.begun else self._raw) + ("" if is_behind else self._held)
+        self._raw = self._held = ""
+        return [*self._reader.cut(), *([Text(text)] if text else [])]
 
     def _outside(self, events: list[Event]) -> bool:
         """Takes text before a mark; False: more text must come."""
@@ -63,7 +64,8 @@ class MarkedParser(Parser):
         had_begun, text = self._reader.begun, self._held
         found, self._held = self._reader.take(text)
         events += found
-        self._raw += text[: len(text) - len(self._held)]
+        if not self._reader.begun:
+            self._raw += text[: len(text) - len(self._held)]
         self.calls += self._reader.begun and not had_begun
         if self._reader.failed:
             events.append(Text(self._raw))
