@@ -36,9 +36,8 @@ def choose_first(
 
 def choose_from(logits: Float[Array, "B V"], state: DecodeState, plan: Plan) -> tuple[DecodeState, Step]:
     """Returns what `choose_first` does, from the logits behind texts that are in the cache. Donates `state`."""
-    state, step = _choose_from(logits, state, plan=plan)
-    # A step's results are committed to the device, so the first state must be too, or the step's program compiles twice.
-    return jax.device_put(state, devices.device()), step
+    # A step's results are committed to the device, so what comes first must be too, or programs compile twice.
+    return _choose_from(*jax.device_put((logits, state), devices.device()), plan=plan)
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")

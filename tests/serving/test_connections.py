@@ -15,6 +15,7 @@ from icejax.serving.service import Service
 from tests.helpers.server import live, wait_for
 from tests.serving.test_lifecycle import BODY, COMPLETIONS, MODEL, Engine, piece
 
+SLOW = pytest.mark.slow  # a sibling tests nearly the same by default
 GET = b"GET /version HTTP/1.1\r\nHost: a\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
 VERSION = b'{"version":'
@@ -65,13 +66,13 @@ def dripped(client: socket.socket, data: bytes) -> bytes:
 @pytest.mark.parametrize(
     "sent, expected",
     [
-        (b"", b""),
+        pytest.param(b"", b"", marks=SLOW),
         (GET, b""),
-        (GET + b"\r\n", VERSION),
+        pytest.param(GET + b"\r\n", VERSION, marks=SLOW),
         (POST + b"Content-Length: 20\r\n\r\n{", b"HTTP/1.1 408 "),
-        (POST + b"Content-Length: 4\r\n\r\n[1", b"HTTP/1.1 408 "),
+        pytest.param(POST + b"Content-Length: 4\r\n\r\n[1", b"HTTP/1.1 408 ", marks=SLOW),
         (POST + b"Transfer-Encoding: chunked\r\n\r\n5\r\nab", b"HTTP/1.1 408 "),
-        (b"GET /version HTTP/1.1\r\nContent-Length: 9\r\nHost: a\r\n\r\n", VERSION),
+        pytest.param(b"GET /version HTTP/1.1\r\nContent-Length: 9\r\nHost: a\r\n\r\n", VERSION, marks=SLOW),
     ],
     ids=["nothing", "half headers", "one request", "half body", "almost a body", "half chunk", "no body that was announced"],
 )
@@ -143,13 +144,13 @@ def test_a_client_that_sends_no_more_ends_its_request(server, engine, stream):
 @pytest.mark.parametrize(
     "garbage, statuses",
     [
-        (b"\0" * 1000, [400]),
-        (b"GET\r\n\r\n" * 50, [400]),
-        (GET + b"\r\n" + b"\xff" * 5000, [200]),
+        pytest.param(b"\0" * 1000, [400], marks=SLOW),
+        pytest.param(b"GET\r\n\r\n" * 50, [400], marks=SLOW),
+        pytest.param(GET + b"\r\n" + b"\xff" * 5000, [200], marks=SLOW),
         ((GET + b"\r\n") * 20 + b"no HTTP\r\n\r\n", [200] * 20 + [400]),
         (POST + b"Transfer-Encoding: chunked\r\n\r\nnot a size\r\n", [400]),
-        (POST + b"Content-Length: -1\r\n\r\n", [400]),
-        (GET + b"X: " + b"a" * 2**17, [400]),
+        pytest.param(POST + b"Content-Length: -1\r\n\r\n", [400], marks=SLOW),
+        pytest.param(GET + b"X: " + b"a" * 2**17, [400], marks=SLOW),
         (GET + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\nrest\r\n", [400]),
     ],
     ids=["zeros", "no version", "behind a request", "behind twenty", "chunks", "length", "long header", "behind a body"],
