@@ -92,7 +92,7 @@ def pytest_collection_finish():
 def programs_are_dropped(request):
     """Drops compiled programs after each file, to bound memory, and because files change constants that are in programs."""
     yield
-    if request.path.parent.name not in SHARING:
+    if request.path.relative_to(Path(__file__).parent).parts[0] not in SHARING:
         drop_programs()
 
 

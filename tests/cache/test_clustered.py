@@ -11,8 +11,6 @@ from tests.helpers.layer import Layer, draw, uneven
 from tests.reference.clustered import Reference
 
 STEPS = 200
-
-
 SLOW = dict(marks=pytest.mark.slow)
 
 
