@@ -225,6 +225,8 @@ def measured(model: CausalLM, tokenizer: Any, arguments: argparse.Namespace, con
 
 def rows(arguments: argparse.Namespace) -> Iterator[dict]:
     """Yields a row per model, estimate, measure, length, budget and seed; InputError for invalid options."""
+    if arguments.look is not None:
+        raise InputError("--look needs --tolerances: it is an option of the cache")
     factors: dict[tuple[str, str], float] = {}
     for model_name, model, tokenizer in panel.readers(arguments.model, panel=arguments.panel, dtype="float32"):
         all_steps = list(measured(model, tokenizer, arguments, Console(stderr=True)))
@@ -263,8 +265,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tolerances", help="run the cache `tolerant` instead (bench.tolerances): tolerances, comma-separated")
     parser.add_argument("--look", type=int, help="with --tolerances: also with this option of the cache")
     arguments = parser.parse_args(argv)
-    if arguments.look is not None and not arguments.tolerances:
-        parser.error("--look needs --tolerances")
     environment = dict(device=str(devices.device().device_kind), jax=jax.__version__)
     measure = tolerances.rows if arguments.tolerances else rows
     print_rows(parser, (figures | environment for figures in measure(arguments)))

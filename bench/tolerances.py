@@ -29,19 +29,18 @@ def rows(arguments: argparse.Namespace) -> Iterator[dict]:
     """Yields a row per model, length, look, tolerance and budget; InputError for invalid options."""
     lengths = numbers("--lengths", arguments.lengths, least=texts.SHORTEST + SHORT)
     prompts = integer("--prompts", arguments.prompts, least=1)
+    budgets, looks = numbers("--budgets", arguments.budgets), [None, *({arguments.look} - {None})]
+    kinds = itertools.product(budgets, looks, _numbers(arguments.tolerances))
+    policies = [Tolerant(budget=budget, look=look, tolerance=tolerance) for budget, look, tolerance in kinds]
     for name, model, tokenizer in panel.readers(arguments.model, panel=arguments.panel, dtype="float32"):
         for length in lengths:
             asked = []
             for task, number in itertools.product(texts.TASKS, range(prompts)):
                 document = texts.document(tokenizer, task, tokens=length - SHORT, number=number)
                 asked.append(Asked.of(Text.read(model, document.tokens), document.questions[0]))
-            looks = [None] if arguments.look is None else [None, arguments.look]
-            for budget, look, tolerance in itertools.product(
-                numbers("--budgets", arguments.budgets), looks, _numbers(arguments.tolerances)
-            ):
-                policy = Tolerant(budget=budget, look=look, tolerance=tolerance)
-                labels = dict(model=name, length=length, budget=budget, look=look, tolerance=tolerance)
-                yield labels | _figures(Forced(model, policy, length=length), asked, tolerance)
+            for policy in policies:
+                labels = dict(model=name, length=length) | {x: getattr(policy, x) for x in ("budget", "look", "tolerance")}
+                yield labels | _figures(Forced(model, policy, length=length), asked, policy.tolerance)
                 jax.clear_caches()  # the programs of many policies need more mappings than Linux allows
 
 

@@ -77,6 +77,10 @@ def test_a_step_knows_something_of_its_error(capsys):
         ("--budgets", "0", "--budgets"),
         ("--lengths", "100", "--lengths"),
         ("--prompts", "0", "--prompts must be at least 1, got 0"),
+        ("--tolerances", "0.05,x", "--tolerances must be numbers, comma-separated, got '0.05,x'"),
+        ("--tolerances", "0", "tolerance must be a number above 0 and at most 1000, got 0.0"),
+        ("--tolerances=1", "--look=5", "look must be one of None, 2, 3, 4, 8, got 5"),
+        ("--look", "4", "--look needs --tolerances: it is an option of the cache"),
     ],
 )
 def test_options_that_are_not_sound_are_one_line(capsys, option, value, message):
@@ -156,3 +160,14 @@ def test_errors_are_estimated_with_tokens_that_are_words(words, capsys):
     with pytest.raises(SystemExit):
         calibrate.main(["--model", str(words), *sizes, "--tasks", "hops"])
     assert "--tasks must be of text, function, value, got 'hops'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_cache_itself_runs_at_tolerances(words, capsys):
+    """In codes more tokens are weighed, so that fewer heads need a second round."""
+    line = ["--model", str(words), "--lengths", "2048", "--prompts", "1", "--budgets", "64"]
+    assert calibrate.main([*line, "--tolerances", "0.05", "--look", "4"]) == 0
+    exact, coded = (json.loads(row) for row in capsys.readouterr().out.splitlines())
+    assert (exact["look"], coded["look"]) == (None, 4)
+    assert 0 < coded["error"] < 0.05 and coded["within"] == 1.0 and coded["error"] <= coded["largest"]
+    assert 40 < coded["attended"] < exact["attended"] <= 1024 and coded["ratio"] > 0.5

@@ -117,7 +117,8 @@ class Tolerant(LookedPages):
             for pages in (without_codes(outcome.pages), rounds.read_of(outcome.pages))
         )
         slots = Slots(len(planes), lambda ids, there: (_slots_of(planes, ids), jnp.zeros(len(ids), jnp.int32)))
-        first = rounds.num_first(self.index.counts(state.index).shape[-1], outcome.pages)
+        num_pages = self.index.counts(state.index).shape[-1]
+        first, most = (count(num_pages, outcome.pages) for count in (rounds.num_first, rounds.num_most))
 
         def add_token(back: jax.Array, sums: Float[Array, "4 B"]) -> Float[Array, "4 B"]:
             seen = jnp.maximum(heads.lengths - back, 1)
@@ -127,7 +128,7 @@ class Tolerant(LookedPages):
                 exact = _exact_attention(heads, q, seen)
             token = Heads(q, k, v, jnp.ones_like(heads.lengths), heads.scoring)
             near = self._near_when(state, token, lengths, seen)
-            selection = self.walk_pages(token, state.index, view, first)
+            selection = self.walk_pages(token, state.index, view, first, among=most)
             done = rounds.attend(token, near, at(read, selection.ids), selection, self.budget, slots)
             out, exact = done.attended.out, exact.reshape(done.attended.out.shape).astype(jnp.float32)
             error = jnp.linalg.norm(out - exact, axis=-1) / jnp.maximum(jnp.linalg.norm(exact, axis=-1), 1e-30)
