@@ -75,4 +75,4 @@ def api_error(error: BaseException) -> ApiError:
 def http_error(status: int) -> ApiError:
     """Returns the error of a route that is not there (404), or not with this method (405)."""
     phrase = HTTPStatus(status).phrase
-    return ApiError(status, f"{phrase}: docs/how-to/serve.md lists the routes" if status == 404 else phrase)
+    return ApiError(status, f"{phrase}: docs/http-api.md lists the routes" if status == 404 else phrase)
