@@ -54,7 +54,7 @@ def merged(events) -> tuple[dict, str]:
     return message, reason
 
 
-@pytest.mark.parametrize("choice, parallel", [(NAMED, False), ("required", False), ("required", True)])
+@pytest.mark.parametrize("choice, parallel", [(NAMED, False), ("required", True)])
 def test_a_required_call_follows_its_schema_whole_and_in_a_stream(calling, choice, parallel):
     jsonschema = pytest.importorskip("jsonschema")
     body = BODY | dict(tool_choice=choice, parallel_tool_calls=parallel, seed=1, temperature=0 if parallel else 1)
@@ -68,6 +68,7 @@ def test_a_required_call_follows_its_schema_whole_and_in_a_stream(calling, choic
     assert (message, reason) == (dict(content=whole["message"]["content"] or "", tool_calls=calls), whole["finish_reason"])
 
 
+@pytest.mark.slow
 def test_without_a_need_to_call_the_answer_is_the_models_own(calling, chatty):
     free = calling.ask(CHAT, BODY | dict(max_tokens=9))["choices"][0]
     model, tokenizer = chatty[0], copy.deepcopy(chatty[1])
@@ -188,7 +189,3 @@ def test_the_anthropic_package_reads_calls(calling):
     assert (answer.stop_reason, block.type, set(block.input)) == ("tool_use", "tool_use", {"city", "days"})
     with client.messages.stream(messages=ASKED, **body) as stream:
         assert stream.get_final_message().content[0].input == block.input
-    result = {"type": "tool_result", "tool_use_id": block.id, "content": "rain"}
-    messages = [*ASKED, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
-    later = client.messages.create(messages=messages, **body | dict(max_tokens=9))
-    assert later.usage.input_tokens > answer.usage.input_tokens and later.stop_reason == "max_tokens"
