@@ -108,7 +108,7 @@ class Plan(Layout):
         return (self.pool.pages - pages) * self.page_size - self.text_slots(tokens) - 1  # the last page is never full
 
     def pool_sizes(self, extents: int) -> tuple[tuple[int, ...], str, int]:
-        """Returns what `host_pool.allocate` takes: shape and dtype of the pages, and the bytes of a page's codes."""
+        """Returns what `allocation.allocate` takes: shape and dtype of the pages, and the bytes of a page's codes."""
         return self.pool_shape(extents), self.pool_dtype, self.pool.codes
 
     @property

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from icejax.cache.pool import host_pool
+from icejax.cache.pool import allocation, host_pool
 from icejax.cache.pool.extents import table_for
 from icejax.cache.pool.host_pool import Pool
 from icejax.cache.pool.page_format import NoPages, PagesWithCodes, without_codes
@@ -85,7 +85,7 @@ def pool_for(lengths: Sequence[int], plan: Plan, limit: int | None) -> tuple[Poo
     if not plan.pooled:
         return None, None
     count, table = table_for(np.stack([plan.extents(length) for length in lengths]))
-    return host_pool.allocate(*plan.pool_sizes(count), limit=limit), jnp.asarray(table)
+    return allocation.allocate(*plan.pool_sizes(count), limit=limit), jnp.asarray(table)
 
 
 def prefill_layers(

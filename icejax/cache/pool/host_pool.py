@@ -14,13 +14,10 @@ with it, because XLA:GPU copies a pool that one program both reads and writes.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
@@ -30,8 +27,6 @@ from icejax.cache.pool.page_format import (
     PagesWithCodes,
     decode_pages,
     encode_pages,
-    pool_bytes,
-    pool_shapes,
     without_codes,
 )
 from icejax.runtime import devices
@@ -198,46 +193,6 @@ class PoolLayer:
         pages = (extents * layers + self.layer) * EXTENT + page_ids % EXTENT
         rows = pages * heads + jnp.arange(heads, dtype=jnp.int32)[None, :, None]
         return self.pages.reshape(-1, *self.pages.shape[4:]), rows.reshape(-1)
-
-
-def allocate(shape: tuple[int, ...], dtype: str, codes: int = 0, *, limit: int | None = None) -> Pool:
-    """Returns an empty pool of `shape` [E, L, 64, K, planes, rows, W] for pages of `dtype`: the model's, or "int8".
-
-    Args:
-        codes: bytes of a page's codes; 0: pages have none.
-        limit: the most bytes of host memory to take; None: all free memory.
-
-    Raises:
-        InputError: the machine has too little free memory, or XLA may not pin that much.
-    """
-    arrays, platform = pool_shapes(shape, dtype, codes), devices.platform()
-    if platform == "gpu":
-        arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(_addressable(x.shape, x.dtype), x.dtype), arrays)
-    advice = (
-        "use a shorter prompt, fewer new tokens, a smaller batch (in a session a smaller context length), a 16-bit --dtype "
-        "or (clustered caches, not on TPU) --cache-option page_dtype=int8"
-    )
-    devices.check_room("the cache needs", pool_bytes(arrays), advice=advice, limit=limit)
-    if platform == "cpu":  # later programs cannot write in place to an array over NumPy's memory
-        return jax.tree.map(lambda x: _zeros(x.shape, x.dtype)(), arrays)
-    return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), devices.host_sharding()), arrays)
-
-
-@functools.lru_cache(maxsize=16)  # a function made anew would be compiled anew
-def _zeros(shape: tuple[int, ...], bits: np.dtype) -> Callable[[], jax.Array]:
-    return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), devices.HOST), out_shardings=devices.host_sharding())
-
-
-def _addressable(shape: tuple[int, ...], bits: np.dtype) -> tuple[int, ...]:
-    """Returns `shape`, with more extents for a pool of bytes between 2 and 4 GiB, whose kernel offsets would overflow.
-
-    Pallas takes 32 bits for the offsets in an array of up to 4 GiB and counts them in elements: too few for 2 GiB of bytes.
-    The added extents take the pool over 4 GiB.
-    """
-    extent = math.prod(shape[1:]) * bits.itemsize
-    if bits.itemsize > 1 or not 2**31 < shape[0] * extent <= 2**32:
-        return shape
-    return (2**32 // extent + 1, *shape[1:])
 
 
 @functools.partial(jax.jit, static_argnames="together", donate_argnums=0)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from icejax.cache.pool import host_pool
+from icejax.cache.pool import allocation
 from icejax.cache.pool.extents import Extents
 from icejax.cache.protocol import CachePolicy
 from icejax.checks.errors import InputError
@@ -161,7 +161,7 @@ class Core:
             has_scratch = sizes.places > 1 or sizes.joins  # where rows that have ended write; a single row needs none
             count = sum(int(self.plan.extents(prompt).sum()) for prompt in sizes.prompts) + has_scratch
             count += prefix_extents
-            self.pool = host_pool.allocate(*self.plan.pool_sizes(count), limit=host_memory_limit)
+            self.pool = allocation.allocate(*self.plan.pool_sizes(count), limit=host_memory_limit)
             extents = Extents(count, nobodys=has_scratch)
         self._prefix_cache = None
         if prefix_bytes:
