@@ -21,11 +21,11 @@ from icejax.cache.pool.extents import SCRATCH_EXTENT, Extents, extents_for
 from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.checks.errors import InputError
-from icejax.engine.decode.step import DecodeState
+from icejax.engine.decode.step import DecodeState, state_cuts
 from icejax.engine.penalties import with_same_arrays
 from icejax.engine.plan import Plan
 from icejax.engine.sampling import RowSampling, Sampling, row_keys
-from icejax.runtime import devices
+from icejax.runtime.mesh import WHOLE, home, on_mesh
 
 
 def empty_batch(plan: Plan) -> DecodeState:
@@ -34,10 +34,17 @@ def empty_batch(plan: Plan) -> DecodeState:
     zeros = jnp.zeros(batch, jnp.int32)
     lengths = Lengths.of(zeros, plan.prompt_pages)
     table = jnp.full((batch, extents_for(plan.pool.pages)), SCRATCH_EXTENT, jnp.int32) if plan.pooled else None
-    layers = tuple(policy.init(plan.spec_of(i)) for i, policy in enumerate(plan.policies))
-    state = DecodeState(KVCache(layers, lengths, table), zeros, zeros == 0, row_keys([(0, 0)] * batch), zeros)
+    cache = KVCache(_empty_layers(plan), lengths, table)
+    state = DecodeState(cache, zeros, zeros == 0, row_keys([(0, 0)] * batch), zeros)
     # A step donates every array, so no two share a buffer; its results are committed to the device, so these are too.
-    return jax.device_put(jax.tree.map(jnp.copy, state), devices.device())
+    return jax.tree.map(lambda x: jax.device_put(jnp.copy(x), home(plan.mesh) if x.committed is False else x.sharding), state)
+
+
+def _empty_layers(plan: Plan) -> tuple[Any, ...]:
+    def init() -> tuple[Any, ...]:
+        return tuple(policy.init(plan.spec_of(i)) for i, policy in enumerate(plan.policies))
+
+    return init() if plan.mesh is None else jax.jit(lambda: on_mesh(plan.mesh, init, (), (), plan.cuts.layers))()
 
 
 def insert(state: DecodeState, row: DecodeState, at: int, *, plan: Plan) -> DecodeState:
@@ -68,6 +75,11 @@ def insert(state: DecodeState, row: DecodeState, at: int, *, plan: Plan) -> Deco
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnums=0)
 def _insert(state: DecodeState, row: DecodeState, at: Int[Array, ""], *, plan: Plan) -> DecodeState:
+    cuts = state_cuts(plan)
+    return on_mesh(plan.mesh, functools.partial(_inserted, plan=plan), (state, row, at), (cuts, cuts, WHOLE), cuts)
+
+
+def _inserted(state: DecodeState, row: DecodeState, at: Int[Array, ""], *, plan: Plan) -> DecodeState:
     clock = state.cache.lengths.clock
     pairs = zip(plan.policies, row.cache.layers, strict=True)
     layers = tuple(policy.joining(layer, row.cache.lengths, clock) for policy, layer in pairs)

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from icejax.engine.decode.counters import pack_token
-from icejax.engine.decode.step import DecodeState, Step, choose_next
+from icejax.engine.decode.step import DecodeState, Step, choose_next, state_cuts
 from icejax.engine.plan import Plan
 from icejax.models.decoder import CausalLM, Ends
 from icejax.runtime import devices
+from icejax.runtime.mesh import WHOLE, on_mesh
 
 
 def choose_first(
@@ -30,15 +31,20 @@ def choose_first(
         lengths: number of tokens of each row.
         state: the state after the texts, before any token was chosen.
     """
-    state, step = _choose(model.ends, x, lengths, state, plan=plan)
-    # A step's results are committed to the device, so the first state must be too, or the step's program compiles twice.
-    return jax.device_put(state, devices.device()), step
+    return _committed(*_choose(model.ends, x, lengths, state, plan=plan), plan)
 
 
 def choose_from(logits: Float[Array, "B V"], state: DecodeState, plan: Plan) -> tuple[DecodeState, Step]:
     """Returns what `choose_first` does, from the logits behind texts that are in the cache. Donates `state`."""
-    state, step = _choose_from(logits, state, plan=plan)
-    return jax.device_put(state, devices.device()), step
+    return _committed(*_choose_from(logits, state, plan=plan), plan)
+
+
+def _committed(state: DecodeState, step: Step, plan: Plan) -> tuple[DecodeState, Step]:
+    """Returns the state committed to the device: a step's results are, and its program would compile twice.
+
+    On a mesh all results of a program are.
+    """
+    return (state if plan.mesh is not None else jax.device_put(state, devices.device())), step
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
@@ -49,6 +55,10 @@ def _choose_from(logits: jax.Array, state: DecodeState, *, plan: Plan) -> tuple[
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
 def _choose(ends: Ends, x: jax.Array, lengths: jax.Array, state: DecodeState, *, plan: Plan) -> tuple[DecodeState, Step]:
-    logits = ends.logits(jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1))[:, 0]
-    state = choose_next(logits, state, plan)
-    return state, Step(pack_token(state.last_tokens), logits)
+    def run(ends: Ends, x: jax.Array, lengths: jax.Array, state: DecodeState) -> tuple[DecodeState, Step]:
+        logits = ends.logits(jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1))[:, 0]
+        state = choose_next(logits, state, plan)
+        return state, Step(pack_token(state.last_tokens), logits)
+
+    cuts = state_cuts(plan)
+    return on_mesh(plan.mesh, run, (ends, x, lengths, state), (WHOLE, WHOLE, WHOLE, cuts), (cuts, WHOLE))

@@ -10,17 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax.cache.pool.host_pool import Pool
+from icejax.cache.pool.host_pool import BY_HEAD, Pool
 from icejax.cache.pool.page_format import pool_bytes, pool_shapes
 from icejax.runtime import devices
+from icejax.runtime.mesh import Mesh
 
 
-def allocate(shape: tuple[int, ...], dtype: str, codes: int = 0, *, limit: int | None = None) -> Pool:
+def allocate(
+    shape: tuple[int, ...], dtype: str, codes: int = 0, *, limit: int | None = None, mesh: Mesh | None = None
+) -> Pool:
     """Returns an empty pool of `shape` [E, L, 64, K, planes, rows, W] for pages of `dtype`: the model's, or "int8".
 
     Args:
         codes: bytes of a page's codes; 0: pages have none.
         limit: the most bytes of host memory to take; None: all free memory.
+        mesh: the devices, each of which gets the pages of its KV heads in a pool of its own; None: one device.
 
     Raises:
         InputError: the machine has too little free memory, or XLA may not pin that much.
@@ -34,13 +38,16 @@ def allocate(shape: tuple[int, ...], dtype: str, codes: int = 0, *, limit: int |
     )
     devices.check_room("the cache needs", pool_bytes(arrays), advice=advice, limit=limit)
     if platform == "cpu":  # later programs cannot write in place to an array over NumPy's memory
-        return jax.tree.map(lambda x: _zeros(x.shape, x.dtype)(), arrays)
+        return jax.tree.map(lambda x: _zeros(x.shape, x.dtype, mesh)(), arrays)
+    if mesh is not None:
+        return jax.tree.map(lambda x: mesh.zeros(x.shape, x.dtype, BY_HEAD, devices.PINNED), arrays)
     return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), devices.host_sharding()), arrays)
 
 
 @functools.lru_cache(maxsize=16)  # a function made anew would be compiled anew
-def _zeros(shape: tuple[int, ...], bits: np.dtype) -> Callable[[], jax.Array]:
-    return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), devices.HOST), out_shardings=devices.host_sharding())
+def _zeros(shape: tuple[int, ...], bits: np.dtype, mesh: Mesh | None) -> Callable[[], jax.Array]:
+    sharding = devices.host_sharding() if mesh is None else mesh.sharding(BY_HEAD, devices.PINNED)
+    return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), devices.HOST), out_shardings=sharding)
 
 
 def _addressable(shape: tuple[int, ...], bits: np.dtype) -> tuple[int, ...]:

@@ -31,9 +31,11 @@ from icejax.cache.pool.page_format import (
 )
 from icejax.runtime import devices
 from icejax.runtime.host_reads.backends import BACKENDS, MASKED_BACKENDS
+from icejax.runtime.mesh import WHOLE, Mesh, cut, on_mesh
 
 EXTENT = 64  # pages
 MISSING = 32  # pages read at a time by `fetch_missing`
+BY_HEAD = cut(3)  # of the pool [E, L, 64, K, ...], and of new pages [M, l, B, K, ...]
 Pool = UInt[Array, "E L 64 K planes rows W"] | PagesWithCodes | NoPages
 Extent = UInt[Array, "L 64 K planes rows W"] | PagesWithCodes | NoPages
 NewPages = Float[Array, "M l B K planes p W"] | PagesWithCodes | NoPages
@@ -195,7 +197,7 @@ class PoolLayer:
         return self.pages.reshape(-1, *self.pages.shape[4:]), rows.reshape(-1)
 
 
-@functools.partial(jax.jit, static_argnames="together", donate_argnums=0)
+@functools.partial(jax.jit, static_argnames=("together", "mesh"), donate_argnums=0)
 def write_pages(
     pool: Pool,
     pages: NewPages,
@@ -204,6 +206,7 @@ def write_pages(
     layer: Int[Array, ""] | int = 0,
     *,
     together: int = 1,
+    mesh: Mesh | None = None,
 ) -> Pool:
     """Returns the pool with M new pages of every row, and their codes, from page `first` on, for the l layers from `layer` on.
 
@@ -212,9 +215,10 @@ def write_pages(
     Args:
         table: the extents of each row.
         together: pages of a piece; divides `first`, M and 64.
+        mesh: the devices that each have the pages of their KV heads; None: one device.
     """
 
-    def written(pool: jax.Array, pages: jax.Array) -> jax.Array:
+    def written(pool: jax.Array, pages: jax.Array, table: Table, first: jax.Array, layer: jax.Array) -> jax.Array:
         count, layers, batch = pages.shape[:3]
         bits = encode_pages(pages, pool.dtype)
 
@@ -229,7 +233,10 @@ def write_pages(
         flat = pool.reshape(-1, *pool.shape[3:])
         return lax.fori_loop(0, count // together * layers * batch, write, flat).reshape(pool.shape)
 
-    return jax.tree.map(written, pool, pages)
+    def all_written(pool: Pool, pages: NewPages, *places: jax.Array) -> Pool:
+        return jax.tree.map(lambda x, y: written(x, y, *places), pool, pages)
+
+    return on_mesh(mesh, all_written, (pool, pages, table, first, layer), (BY_HEAD, BY_HEAD, WHOLE, WHOLE, WHOLE), BY_HEAD)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

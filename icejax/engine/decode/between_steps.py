@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from icejax.cache.pool import host_pool
 from icejax.cache.pool.host_pool import NewPages, Pool
 from icejax.cache.pool.page_format import without_codes
 from icejax.cache.protocol import KVCache, View
 from icejax.engine.plan import Plan
+from icejax.runtime.mesh import WHOLE, on_mesh, result_cuts
 
 
 def _flushed_pages(cache: KVCache, plan: Plan) -> list[tuple[Any, Any]]:
@@ -48,12 +50,10 @@ def between_steps(plan: Plan):
     donate the cache.
     """
 
-    @jax.jit
     def flush(cache: KVCache) -> tuple[NewPages, list, jax.Array]:
         pages, updates = zip(*_flushed_pages(cache, plan), strict=True)
         return jax.tree.map(lambda *x: jnp.stack(x)[None], *pages), list(updates), cache.lengths.next_page
 
-    @functools.partial(jax.jit, donate_argnums=0)
     def flushed(cache: KVCache, updates: list) -> KVCache:
         states = list(cache.layers)
         for i, update in zip(plan.pooled, updates, strict=True):
@@ -63,7 +63,6 @@ def between_steps(plan: Plan):
         next_page = jnp.where(next_page < plan.pool.pages, next_page, plan.prompt_pages)
         return KVCache(tuple(states), dataclasses.replace(cache.lengths, next_page=next_page), cache.table)
 
-    @functools.partial(jax.jit, donate_argnums=0)
     def compact(cache: KVCache, pool: Pool) -> tuple[KVCache, NewPages, jax.Array]:
         states, packed, shared = list(cache.layers), [], None
         count = plan.compact_every // plan.page_size
@@ -77,4 +76,18 @@ def between_steps(plan: Plan):
             packed.append(outcome.pages)
         return KVCache(tuple(states), cache.lengths, cache.table), jax.tree.map(lambda *x: jnp.stack(x, axis=1), *packed), first
 
-    return flush, flushed, compact
+    def updates_cuts(cache: KVCache) -> Any:
+        return WHOLE if plan.mesh is None else result_cuts(plan.mesh, flush, (cache,), (plan.cuts,))[1]
+
+    def flushed_on_mesh(cache: KVCache, updates: list) -> KVCache:
+        return on_mesh(plan.mesh, flushed, (cache, updates), (plan.cuts, updates_cuts(cache)), plan.cuts)
+
+    def compact_on_mesh(cache: KVCache, pool: Pool) -> tuple[KVCache, NewPages, jax.Array]:
+        cuts, results = (plan.cuts, host_pool.BY_HEAD), (plan.cuts, host_pool.BY_HEAD, WHOLE)
+        return on_mesh(plan.mesh, compact, (cache, pool), cuts, results)
+
+    return (
+        jax.jit(lambda cache: on_mesh(plan.mesh, flush, (cache,), (plan.cuts,))),
+        jax.jit(flushed_on_mesh, donate_argnums=0),
+        jax.jit(compact_on_mesh, donate_argnums=0),
+    )

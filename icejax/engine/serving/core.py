@@ -40,6 +40,7 @@ from icejax.engine.serving.scheduler import Scheduler, Ticket, Work
 from icejax.engine.serving.start import RowStart
 from icejax.engine.snapshot.fingerprint import check_registered, fingerprint, weights_sum
 from icejax.models.decoder import CausalLM
+from icejax.models.sharding import check_one_device
 from icejax.runtime.compile_clock import Mark
 
 LOG = logging.getLogger(__name__)
@@ -151,6 +152,8 @@ class Core:
         self._model, self._tokenizer, self._policy = model, tokenizer, policy
         self._progress, self._watch = progress, watch
         prefix_extents, prefix_bytes = divided(self.plan, sizes.prefix_memory)
+        if sizes.samples or prefix_bytes:
+            check_one_device(model.mesh, "a prompt with several answers, or a store of prefixes,")
         if sizes.samples:
             prefix_bytes = max(prefix_bytes, SAMPLES_BYTES)
         if prefix_bytes and model.config.short_context is not None:
@@ -161,7 +164,7 @@ class Core:
             has_scratch = sizes.places > 1 or sizes.joins  # where rows that have ended write; a single row needs none
             count = sum(int(self.plan.extents(prompt).sum()) for prompt in sizes.prompts) + has_scratch
             count += prefix_extents
-            self.pool = allocation.allocate(*self.plan.pool_sizes(count), limit=host_memory_limit)
+            self.pool = allocation.allocate(*self.plan.pool_sizes(count), limit=host_memory_limit, mesh=self.plan.mesh)
             extents = Extents(count, nobodys=has_scratch)
         self._prefix_cache = None
         if prefix_bytes:

@@ -121,7 +121,8 @@ class PrefillJob:
             if outcome.pages is not None:
                 yield results
                 results = ()
-                self._pool = write_layer(self._pool, outcome.pages, self._table, plan.pooled.index(number))
+                layer_number = plan.pooled.index(number)
+                self._pool = write_layer(self._pool, outcome.pages, self._table, layer_number, mesh=plan.mesh)
             self._states.append(outcome.state)
             shared = outcome.shared or shared
             del outcome
