@@ -117,7 +117,7 @@ class Plan(Layout):
         return (self.pool.pages - pages) * self.page_size - self.text_slots(tokens) - 1  # the last page is never full
 
     def pool_sizes(self, extents: int) -> tuple[tuple[int, ...], str, int]:
-        """Returns what `allocation.allocate` takes: shape and dtype of the pages of all devices, and the bytes of a page's codes."""
+        """Returns what `allocation.allocate` takes: the whole pool's shape and dtype, and the bytes of a page's codes."""
         *before, heads, planes, rows, width = self.pool_shape(extents)
         return (*before, heads * size(self.mesh), planes, rows, width), self.pool_dtype, self.pool.codes
 
@@ -140,7 +140,7 @@ class Plan(Layout):
         return row_extents(prompt_pages, range(self.prompt_pages, pages), most=extents_for(pages))
 
     def pool_shape(self, extents: int) -> tuple[int, ...]:
-        """Returns the shape [E, L, 64, K, planes, rows, W] of a device's pool of `extents` extents; W is the widest plane's width.
+        """Returns the shape [E, L, 64, K, planes, rows, W] of a device's pool; W is the width of the widest plane.
 
         Raises:
             InputError: the policy fetches single slots, and the pool has more of them than a 32-bit index can count.

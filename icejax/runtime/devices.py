@@ -96,16 +96,16 @@ def host_free() -> int:
     return psutil.virtual_memory().available
 
 
-def device_free(weights: Any, size: int | None = None) -> int:
-    """Returns the bytes of the device's memory that are free beside a model's weights, which are loaded.
+def device_free(weights: Any, size: int | None = None, *, count: int = 1) -> int:
+    """Returns the bytes of the memory of `count` devices that are free beside a model's weights, which are loaded.
 
     Args:
-        size: bytes of the memory; None: what the device reports, on a CPU the machine's free memory.
+        size: bytes of a device's memory; None: what the device reports, on a CPU the machine's free memory, which all share.
     """
     if size is not None:
-        return size - sum(x.nbytes for x in jax.tree.leaves(weights) if x.sharding.memory_kind != PINNED)
+        return count * size - sum(x.nbytes for x in jax.tree.leaves(weights) if x.sharding.memory_kind != PINNED)
     stats = device().memory_stats() or {}
-    return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else host_free()
+    return count * (stats["bytes_limit"] - stats["bytes_in_use"]) if "bytes_limit" in stats else host_free()
 
 
 def check_room(what: str, need: int, *, advice: str, limit: int | None = None) -> None:

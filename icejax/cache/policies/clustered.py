@@ -68,6 +68,7 @@ class Clustered(DigestPages):
     reuse: int = 1
     look: int | None = None
     looked: int | None = None
+    by_head = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,9 +16,7 @@ from icejax.runtime import devices
 from icejax.runtime.mesh import Mesh
 
 
-def allocate(
-    shape: tuple[int, ...], dtype: str, codes: int = 0, *, limit: int | None = None, mesh: Mesh | None = None
-) -> Pool:
+def allocate(shape: tuple[int, ...], dtype: str, codes: int = 0, *, limit: int | None = None, mesh: Mesh | None = None) -> Pool:
     """Returns an empty pool of `shape` [E, L, 64, K, planes, rows, W] for pages of `dtype`: the model's, or "int8".
 
     Args:

@@ -152,9 +152,8 @@ class Core:
         self._model, self._tokenizer, self._policy = model, tokenizer, policy
         self._progress, self._watch = progress, watch
         prefix_extents, prefix_bytes = divided(self.plan, sizes.prefix_memory)
-        if sizes.samples or prefix_bytes:
-            check_one_device(model.mesh, "a prompt with several answers, or a store of prefixes,")
         if sizes.samples:
+            check_one_device(model.mesh, "a prompt with several answers")
             prefix_bytes = max(prefix_bytes, SAMPLES_BYTES)
         if prefix_bytes and model.config.short_context is not None:
             LOG.info("no prefix is stored: LongRoPE's keys change with a text's length")

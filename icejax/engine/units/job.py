@@ -29,6 +29,7 @@ from icejax.engine.sampling import Sampling
 from icejax.engine.units import programs
 from icejax.engine.units.sizes import UnitSizes, unit_sizes
 from icejax.models.decoder import CausalLM
+from icejax.models.sharding import check_one_device
 from icejax.ops.experts.offloaded_experts import with_experts_on_device
 from icejax.runtime import devices
 
@@ -64,6 +65,7 @@ class PrefillJob:
             draw: seed and index of the row's random key.
             sizes: sizes of the units of every layer, which divide the padded length; None: by the layer's work.
         """
+        check_one_device(plan.mesh, "a prefill in units, as of an engine or for log-probabilities of a prompt,")
         self._model, self._prompt, self._plan, self._sizes = model, prompt, plan, sizes
         self._table = None if table is None else jnp.array(table)  # a copy, which `first_state` donates
         self._sampling, self._draw = sampling, draw
