@@ -80,7 +80,6 @@ class Engine:
         Raises:
             InputError: an option is out of range, the host has too little memory, or the folder cannot be used.
         """
-        check_one_device(model.mesh, "an engine")
         self._model, self._tokenizer, policy = model, tokenizer, checked_policy(cache)
         self.context_length, limit = check_context(model, context_length), devices.check_limit(host_memory_limit)
         integer("context_length", self.context_length, least=2)  # a token of a prompt and one of its answer
@@ -90,6 +89,7 @@ class Engine:
         integer("prefix_memory", prefix_memory, least=0, most=2**60)
         integer("prefix_disk", prefix_disk, least=0, most=2**60)
         folder = None if prefix_dir is None else as_path(prefix_dir)
+        check_one_device(None if folder is None else model.mesh, "an engine with prefix_dir")
         if folder is not None and not prefix_memory:
             raise InputError("prefix_dir stores what prefix_memory holds, which is 0: give both, or leave prefix_dir out")
         integer("max_queue", max_queue, most=2**31)

@@ -34,7 +34,7 @@ def test_several_devices_decode_as_one(name):
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout)
     raw, cache, _, devices = CASES[name]
-    assert result["same_tokens"] and result["error"] < TOLERANCE[name]
+    assert result["same_answers"] and result["same_tokens"] and result["error"] < TOLERANCE[name]
     # What is fetched is rounded up to whole slots on each device, in each layer.
     attended, fetched, needed, *others = result["counts"]
     most = devices * raw["num_hidden_layers"]
@@ -121,12 +121,9 @@ def test_what_runs_on_one_device_is_refused(bundled):
     model, tokenizer = bundled
     refused = {
         "a session": lambda: icejax.Session(model, tokenizer),
-        "an engine": lambda: icejax.Engine(model, tokenizer),
+        "an engine with prefix_dir": lambda: icejax.Engine(model, tokenizer, prefix_dir="prefixes"),
         "the cache quest": lambda: icejax.generate(model, tokenizer, "a", cache=icejax.make_policy("quest", {})),
         "a prompt with several answers": lambda: icejax.generate(model, tokenizer, "a", n=2, cache=icejax.Full()),
-        "a prefill in units, as of an engine or for log-probabilities of a prompt,": lambda: icejax.generate(
-            model, tokenizer, icejax.Request(prompt="ab", prompt_logprobs=1), cache=icejax.Full()
-        ),
     }
     model.mesh = mesh.Mesh(2)
     try:

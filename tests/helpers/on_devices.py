@@ -18,10 +18,15 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
+import icejax
 from icejax.cache.options import make_policy
 from icejax.checkpoint.load import abstract, load_model, read_config
 from icejax.engine.decode.step import DecodePrograms
-from icejax.engine.prefill import prefill
+from icejax.engine.prefill import pool_for, prefill
+from icejax.engine.sampling import Sampling
+from icejax.engine.units.job import PrefillJob
+from icejax.engine.units.sizes import UnitSizes
+from tests.helpers.letters import Letters
 from tests.helpers.run import plan_for
 
 LLAMA = dict(
@@ -38,26 +43,20 @@ LLAMA = dict(
     attention_bias=True,
     tie_word_embeddings=False,
 )
-GEMMA = LLAMA | dict(
-    model_type="gemma2",
-    hidden_activation="gelu_pytorch_tanh",
-    sliding_window=32,
-    query_pre_attn_scalar=16,
-    attn_logit_softcapping=50.0,
-    final_logit_softcapping=30.0,
-    tie_word_embeddings=True,
-    attention_bias=False,
+MISTRAL = {key: value for key, value in LLAMA.items() if key != "attention_bias"} | dict(
+    model_type="mistral", sliding_window=32
 )
 # The model, the cache, its options, and the number of devices.
 CASES = {
     "full-2": (LLAMA, "full", {}, 2),
     "full-4": (LLAMA, "full", {}, 4),
     "full-8": (LLAMA, "full", {}, 8),
-    "sliding": (GEMMA, "full", {}, 4),
+    "sliding": (MISTRAL, "full", {}, 4),
     "clustered": (LLAMA, "clustered", dict(budget=64, compact_every=32), 4),
     "coded": (LLAMA, "coded", dict(budget=64), 2),
     "snapkv": (LLAMA, "snapkv", dict(budget=64), 8),
 }
+IN_UNITS = ("clustered", "sliding")  # cases whose first prompt is also prefilled in units
 COLLECTIVE = r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-[a-z]+|ragged-all-to-all)(-start)?\("
 LENGTHS, STEPS = (150, 77), 40  # of the prompts, and steps: two pages become full, and one round is compacted
 
@@ -68,7 +67,7 @@ def checkpoint(raw: dict, folder: Path) -> Path:
     rng, tensors = np.random.default_rng(0), {}
     for key, shape in abstract(read_config(folder), "float32")[1].items():
         scale = shape.shape[-1] ** -0.5 if len(shape.shape) > 1 else 0.1
-        centre = 1.0 if key.endswith("norm.weight") and raw["model_type"] == "llama" else 0.0
+        centre = 1.0 if key.endswith("norm.weight") else 0.0
         tensors[key] = (centre + scale * rng.standard_normal(shape.shape)).astype(np.float32)
     save_file(tensors, folder / "model.safetensors")
     return folder
@@ -79,10 +78,37 @@ def addresses(pool) -> list[int]:
     return [shard.data.unsafe_buffer_pointer() for x in jax.tree.leaves(pool) for shard in x.addressable_shards]
 
 
+def prompts_of(lengths) -> list[list[int]]:
+    """Returns random prompts."""
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, 199, length).tolist() for length in lengths]
+
+
+def first_logits_in_units(model, policy) -> list:
+    """Returns the logits behind the first prompt, prefilled in units, and those of the first step behind it."""
+    [prompt] = prompts_of(LENGTHS[:1])
+    plan = plan_for(model, policy, [prompt], STEPS)
+    pool, table = pool_for([len(prompt)], plan, None)
+    job = PrefillJob(model, prompt, plan, table, sampling=Sampling(), draw=(0, 0), sizes=UnitSizes(64, 32))
+    while not job.done:
+        pool = job.advance(pool)
+    state, first = job.result()
+    return [first.logits, DecodePrograms(model, plan).step(state, pool)[1].logits]
+
+
+def answers(model) -> list[list[int]]:
+    """Returns the answers of an engine with two places to three prompts."""
+    sizes = dict(batch_size=2, context_length=256, max_new_tokens=16)
+    with icejax.Engine(model, Letters(), cache=icejax.Full(), **sizes) as engine:
+        handles = [
+            engine.submit(prompt, max_new_tokens=n) for prompt, n in zip(prompts_of((40, 90, 20)), (5, 16, 9), strict=True)
+        ]
+        return [list(handle.result().token_ids) for handle in handles]
+
+
 def decode(model, policy) -> dict:
     """Returns the logits and counters of every step, whether the pool stayed in its place, and the step's collectives."""
-    rng = np.random.default_rng(1)
-    prompts = [rng.integers(0, 199, length).tolist() for length in LENGTHS]
+    prompts = prompts_of(LENGTHS)
     plan = plan_for(model, policy, prompts, STEPS)
     state, step, pool = prefill(model, prompts, plan)
     decoding, steps, places = DecodePrograms(model, plan), [step], addresses(pool)
@@ -102,14 +128,21 @@ def decode(model, policy) -> dict:
     )
 
 
-def compared(raw: dict, cache: str, options: dict, devices: int) -> dict:
+def compared(name: str) -> dict:
     """Returns how a model on several devices compares with the model on one."""
+    (raw, cache, options, devices), in_units = CASES[name], []
     with tempfile.TemporaryDirectory() as folder:
         path, policy = checkpoint(raw, Path(folder)), make_policy(cache, options)
-        one, several = (decode(load_model(path, mesh=mesh), policy) for mesh in (None, devices))
+        models = [load_model(path, mesh=mesh) for mesh in (None, devices)]
+        one, several = (decode(model, policy) for model in models)
+        if name in IN_UNITS:
+            pairs = zip(*(first_logits_in_units(model, policy) for model in models), strict=True)
+            in_units = [float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in pairs]
+        same_answers = answers(models[0]) == answers(models[1]) if name == "full-4" else True
     difference = np.abs(several["counters"] - one["counters"])
     return dict(
-        error=float(np.abs(several["logits"] - one["logits"]).max()),
+        error=max(float(np.abs(several["logits"] - one["logits"]).max()), *in_units, 0.0),
+        same_answers=same_answers,
         same_tokens=not difference[:, 0].any(),
         counts=difference[:, 1:].max((0, 2)).tolist(),
         attended=int(one["counters"][:, 1].sum()),
@@ -121,4 +154,4 @@ def compared(raw: dict, cache: str, options: dict, devices: int) -> dict:
 if __name__ == "__main__":
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     for name in sys.argv[1:]:
-        print(json.dumps(dict(case=name) | compared(*CASES[name])), flush=True)
+        print(json.dumps(dict(case=name) | compared(name)), flush=True)

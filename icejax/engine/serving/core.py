@@ -155,8 +155,8 @@ class Core:
         if sizes.samples:
             check_one_device(model.mesh, "a prompt with several answers")
             prefix_bytes = max(prefix_bytes, SAMPLES_BYTES)
-        if prefix_bytes and model.config.short_context is not None:
-            LOG.info("no prefix is stored: LongRoPE's keys change with a text's length")
+        if prefix_bytes and (model.config.short_context is not None or model.mesh is not None):
+            LOG.info("no prefix is stored: LongRoPE's keys change with a text's length, or the model is on several devices")
             prefix_extents = prefix_bytes = 0
         self.pool, extents = None, None
         if self.plan.pooled:

@@ -29,9 +29,8 @@ from icejax.engine.sampling import Sampling
 from icejax.engine.units import programs
 from icejax.engine.units.sizes import UnitSizes, unit_sizes
 from icejax.models.decoder import CausalLM
-from icejax.models.sharding import check_one_device
 from icejax.ops.experts.offloaded_experts import with_experts_on_device
-from icejax.runtime import devices
+from icejax.runtime.mesh import home
 
 LOG = logging.getLogger(__name__)
 
@@ -65,7 +64,6 @@ class PrefillJob:
             draw: seed and index of the row's random key.
             sizes: sizes of the units of every layer, which divide the padded length; None: by the layer's work.
         """
-        check_one_device(plan.mesh, "a prefill in units, as of an engine or for log-probabilities of a prompt,")
         self._model, self._prompt, self._plan, self._sizes = model, prompt, plan, sizes
         self._table = None if table is None else jnp.array(table)  # a copy, which `first_state` donates
         self._sampling, self._draw = sampling, draw
@@ -133,7 +131,7 @@ class PrefillJob:
 
     def _embedded(self) -> Float[Array, "1 T D"]:
         """Returns the first layer's input, committed to the device, as the output of a layer with experts from the host is."""
-        return jax.device_put(embed(self._model, jnp.asarray(self._padded)), devices.device())
+        return jax.device_put(embed(self._model, jnp.asarray(self._padded)), home(self._plan.mesh))
 
     def _pack(self, number: int, layer_arrays: tuple, shared: Shared | None, results: Any) -> Generator[Any, None, Outcome]:
         """Runs the units that build the cache of a layer: one for each KV head where the policy allows it, else one.
