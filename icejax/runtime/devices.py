@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import psutil
 from jax._src import xla_bridge  # nothing public says whether a backend has started
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from icejax.checks.errors import InputError, input_error_from
 from icejax.checks.numbers import integer
@@ -67,6 +67,16 @@ def device_sharding(named: jax.Device | None = None) -> SingleDeviceSharding:
 def host_sharding() -> SingleDeviceSharding:
     """Returns the sharding of arrays in host memory that programs read."""
     return SingleDeviceSharding(device(), memory_kind=PINNED)
+
+
+def first(count: int | None = None) -> list[jax.Device]:
+    """Returns the first `count` devices, or all."""
+    return jax.devices()[:count]
+
+
+def cut_sharding(over: Mesh, array_cut: PartitionSpec, *, on_host: bool = False) -> NamedSharding:
+    """Returns the sharding of arrays that are cut for several devices, in their memory or in host memory that programs read."""
+    return NamedSharding(over, array_cut, memory_kind=PINNED if on_host else None)
 
 
 def raise_pinned_limit() -> None:

@@ -47,20 +47,20 @@ class Mesh:
         """The mesh as JAX takes it."""
         return _mesh(self.heads)
 
-    def sharding(self, array_cut: PartitionSpec = WHOLE, memory_kind: str | None = None) -> NamedSharding:
-        """Returns the sharding of an array with a cut."""
-        return NamedSharding(self.devices, array_cut, memory_kind=memory_kind)
+    def sharding(self, array_cut: PartitionSpec = WHOLE, *, on_host: bool = False) -> NamedSharding:
+        """Returns the sharding of an array with a cut, on the devices or in host memory that programs read."""
+        return devices.cut_sharding(self.devices, array_cut, on_host=on_host)
 
-    def zeros(self, shape: tuple[int, ...], dtype: np.dtype, array_cut: PartitionSpec, memory_kind: str) -> jax.Array:
-        """Returns an array of zeros, of which no more than a device's share is made at a time."""
-        sharding = self.sharding(array_cut, memory_kind)
+    def zeros_on_host(self, shape: tuple[int, ...], dtype: np.dtype, array_cut: PartitionSpec) -> jax.Array:
+        """Returns an array of zeros in host memory, of which no more than a device's share is made at a time."""
+        sharding = self.sharding(array_cut, on_host=True)
         part = np.zeros(sharding.shard_shape(shape), dtype)
         return jax.make_array_from_callback(shape, sharding, lambda _: part)
 
 
 @functools.cache
 def _mesh(count: int) -> jax.sharding.Mesh:
-    return jax.sharding.Mesh(np.asarray(jax.devices()[:count]), (AXIS,))
+    return jax.sharding.Mesh(np.asarray(devices.first(count)), (AXIS,))
 
 
 def read_mesh(mesh: str | int | None) -> Mesh | None:
@@ -74,7 +74,7 @@ def read_mesh(mesh: str | int | None) -> Mesh | None:
     name, _, number = mesh.partition("=") if isinstance(mesh, str) else (AXIS, "", mesh)
     if name != AXIS or not (isinstance(number, int) or number.isdecimal()):
         raise InputError(f"mesh must be {AXIS}=N, for N devices that share the KV heads, got {quoted(mesh)}")
-    count, there = integer(f"mesh {AXIS}", int(number), most=2**16), len(jax.devices())
+    count, there = integer(f"mesh {AXIS}", int(number), most=2**16), len(devices.first())
     if count > there:
         advice = f"set XLA_FLAGS=--xla_force_host_platform_device_count={count}" if devices.platform() == "cpu" else "use fewer"
         raise InputError(f"mesh {AXIS}={count} needs {count} devices and JAX finds {there}: {advice}")

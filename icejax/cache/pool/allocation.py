@@ -38,13 +38,13 @@ def allocate(shape: tuple[int, ...], dtype: str, codes: int = 0, *, limit: int |
     if platform == "cpu":  # later programs cannot write in place to an array over NumPy's memory
         return jax.tree.map(lambda x: _zeros(x.shape, x.dtype, mesh)(), arrays)
     if mesh is not None:
-        return jax.tree.map(lambda x: mesh.zeros(x.shape, x.dtype, BY_HEAD, devices.PINNED), arrays)
+        return jax.tree.map(lambda x: mesh.zeros_on_host(x.shape, x.dtype, BY_HEAD), arrays)
     return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), devices.host_sharding()), arrays)
 
 
 @functools.lru_cache(maxsize=16)  # a function made anew would be compiled anew
 def _zeros(shape: tuple[int, ...], bits: np.dtype, mesh: Mesh | None) -> Callable[[], jax.Array]:
-    sharding = devices.host_sharding() if mesh is None else mesh.sharding(BY_HEAD, devices.PINNED)
+    sharding = devices.host_sharding() if mesh is None else mesh.sharding(BY_HEAD, on_host=True)
     return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), devices.HOST), out_shardings=sharding)
 
 
