@@ -27,7 +27,7 @@ from icejax.config import ModelConfig
 from icejax.models.decoder import CausalLM
 from icejax.models.parts.latent_attention import BY_HEAD
 from icejax.models.registry import family
-from icejax.models.sharding import check_mesh, check_one_device, weight_cut
+from icejax.models.sharding import check_mesh, check_one_device, put
 from icejax.ops.experts.offloaded_experts import offload, table_bytes
 from icejax.ops.quantized.products import Grouped
 from icejax.runtime import devices
@@ -125,8 +125,8 @@ def load_model(
     dtype = dtype or ("float32" if devices.platform() == "cpu" else config.dtype)
     over = read_mesh(mesh)
     check_mesh(config, over)
-    if experts_on_host or quantize:
-        check_one_device(over, "experts_on_host" if experts_on_host else "quantize")
+    if experts_on_host:
+        check_one_device(over, "experts_on_host")
     resident = _resident(config, experts_on_host)
     reader = Reader(fetch_backend()) if resident else None
     graph, parameters, tree = abstract(config, dtype, over)
@@ -141,10 +141,9 @@ def load_model(
     for key, tensor in tensors.parameters(dtypes, kept=code_keys, on_cpu=on_cpu):
         if over is None:
             leaf = _to_device(tensor, by_row=on_cpu)
-        elif isinstance(tensor, QuantizedMatrix):
-            raise InputError("quantised weights, and bfloat16 ones on a CPU, run on one device: leave mesh out")
         else:
-            leaf = jax.block_until_ready(jax.device_put(tensor, over.sharding(weight_cut(key))))
+            codes = isinstance(tensor, QuantizedMatrix)
+            leaf = put(key, Grouped(tensor.codes, tensor.scale, tensor.zero, on_cpu) if codes else tensor, over)
         del tensor  # else two tensors are in memory while the next is read
         gc.collect(0)  # JAX holds an array that has arrived until a collection
         if key in experts:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from icejax.checks.errors import InputError
 from icejax.config import ModelConfig
+from icejax.ops.quantized.products import Grouped
 from icejax.runtime.mesh import AXIS, WHOLE, Mesh, cut
 
 BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -30,9 +31,41 @@ def weight_cut(key: str) -> PartitionSpec:
     return cut(1) if module in BY_INPUT and name == "weight" else WHOLE
 
 
+def weight_cuts(key: str, weight: Any) -> Any:
+    """Returns the cuts of a parameter's arrays: of the parameter, or of the codes, scales and zeros of a quantised one."""
+    if not isinstance(weight, Grouped):
+        return weight_cut(key)
+    whole_cut, groups = weight_cut(key), weight.scale.shape[1 if weight.by_row else 0]
+    if whole_cut == WHOLE:
+        return jax.tree.map(lambda _: WHOLE, weight)
+    rows, columns = (0, 1) if weight.by_row else (1, 0)
+    if whole_cut == cut(0):
+        return jax.tree.map(lambda _: cut(rows), weight)
+    if groups > 1:
+        return jax.tree.map(lambda _: cut(columns), weight)
+    return replace(jax.tree.map(lambda _: WHOLE, weight), codes=cut(2))  # one scale for a whole row, which every device has
+
+
+def put(key: str, weight: Any, mesh: Mesh) -> Any:
+    """Returns a parameter, an array or a `Grouped` of NumPy's, on the devices of a mesh.
+
+    Raises:
+        InputError: groups of a quantised matrix's columns would be cut.
+    """
+    cuts = weight_cuts(key, weight)
+    for x, array_cut in zip(jax.tree.leaves(weight), jax.tree.leaves(cuts), strict=True):
+        for size, part in zip(x.shape, array_cut, strict=False):
+            if part is not None and size % mesh.heads:
+                raise InputError(
+                    f"mesh {AXIS}={mesh.heads} does not divide the {size} groups of columns of {key}: use fewer devices"
+                )
+    return jax.block_until_ready(jax.tree.map(lambda x, array_cut: jax.device_put(x, mesh.sharding(array_cut)), weight, cuts))
+
+
 def module_cuts(module: Any) -> Any:
     """Returns the cuts of the weights of a module, or of its state, in its structure."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: weight_cut(_key(path)), module)
+    options = dict(is_leaf=lambda x: isinstance(x, Grouped))
+    return jax.tree_util.tree_map_with_path(lambda path, weight: weight_cuts(_key(path), weight), module, **options)
 
 
 def _key(path: Sequence[Any]) -> str:

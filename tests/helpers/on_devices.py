@@ -55,7 +55,9 @@ CASES = {
     "clustered": (LLAMA, "clustered", dict(budget=64, compact_every=32), 4),
     "coded": (LLAMA, "coded", dict(budget=64), 2),
     "snapkv": (LLAMA, "snapkv", dict(budget=64), 8),
+    "int4": (LLAMA, "full", {}, 2),
 }
+WEIGHTS = {"int4": dict(quantize="int4")}  # options of loading
 IN_UNITS = ("clustered", "sliding")  # cases whose first prompt is also prefilled in units
 COLLECTIVE = r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-[a-z]+|ragged-all-to-all)(-start)?\("
 LENGTHS, STEPS = (150, 77), 40  # of the prompts, and steps: two pages become full, and one round is compacted
@@ -133,7 +135,7 @@ def compared(name: str) -> dict:
     (raw, cache, options, devices), in_units = CASES[name], []
     with tempfile.TemporaryDirectory() as folder:
         path, policy = checkpoint(raw, Path(folder)), make_policy(cache, options)
-        models = [load_model(path, mesh=mesh) for mesh in (None, devices)]
+        models = [load_model(path, mesh=mesh, **WEIGHTS.get(name, {})) for mesh in (None, devices)]
         one, several = (decode(model, policy) for model in models)
         if name in IN_UNITS:
             pairs = zip(*(first_logits_in_units(model, policy) for model in models), strict=True)
