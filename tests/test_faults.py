@@ -27,6 +27,9 @@ IMPORTED = [
 PLAIN = ["--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:anyio", "--hypothesis-profile=planted"]
 # Module, text that occurs once, the fault in its place, the test that is to notice.
 FAULTS = (
+    ("models/sharding.py", 'module in BY_OUTPUT or name == "sinks"', "module in BY_OUTPUT", "engine/test_several_devices.py::test_weights_are_cut_by_heads_and_inner_channels"),
+    ("models/sharding.py", "all(size % count == 0 for size in sizes)", "any(size % count == 0 for size in sizes)", "engine/test_several_devices.py::test_numbers_that_do_not_divide_are_refused_by_name"),
+    ("runtime/mesh.py", "if sizes[0] != sizes[1]]", "if sizes[0] == sizes[1]]", "engine/test_several_devices.py::test_cuts_are_where_shares_differ"),
     ("engine/prompt_logprobs.py", "tokens[first + 1 : first + 1 + BLOCK]", "tokens[first : first + BLOCK][1:]", "api/test_prompt_logprobs.py::test_they_are_those_of_exact_attention[full]"),
     ("engine/serving/prefix_cache.py", "if ticket.request.prompt_logprobs is not None", "if False", "api/test_prompt_logprobs.py::test_a_stored_prefix_is_not_used_and_nothing_is_stored"),
     ("serving/answers.py", "number * self._n + piece.sample", "number + piece.sample", "serving/test_completions.py::test_drawn_answers_of_several_prompts_are_in_order"),

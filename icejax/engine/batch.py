@@ -21,7 +21,7 @@ from icejax.cache.pool.extents import SCRATCH_EXTENT, Extents, extents_for
 from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.checks.errors import InputError
-from icejax.engine.decode.step import DecodeState, state_cuts
+from icejax.engine.decode.step import DecodeState, decode_cuts
 from icejax.engine.penalties import with_same_arrays
 from icejax.engine.plan import Plan
 from icejax.engine.sampling import RowSampling, Sampling, row_keys
@@ -37,7 +37,7 @@ def empty_batch(plan: Plan) -> DecodeState:
     cache = KVCache(_empty_layers(plan), lengths, table)
     state = DecodeState(cache, zeros, zeros == 0, row_keys([(0, 0)] * batch), zeros)
     # A step donates every array, so no two share a buffer; its results are committed to the device, so these are too.
-    return jax.tree.map(lambda x: jax.device_put(jnp.copy(x), home(plan.mesh) if x.committed is False else x.sharding), state)
+    return jax.tree.map(lambda x: x if x.committed else jax.device_put(jnp.copy(x), home(plan.mesh)), state)
 
 
 def _empty_layers(plan: Plan) -> tuple[Any, ...]:
@@ -75,7 +75,7 @@ def insert(state: DecodeState, row: DecodeState, at: int, *, plan: Plan) -> Deco
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnums=0)
 def _insert(state: DecodeState, row: DecodeState, at: Int[Array, ""], *, plan: Plan) -> DecodeState:
-    cuts = state_cuts(plan)
+    cuts = decode_cuts(plan)
     return on_mesh(plan.mesh, functools.partial(_inserted, plan=plan), (state, row, at), (cuts, cuts, WHOLE), cuts)
 
 

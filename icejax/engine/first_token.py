@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from icejax.engine.decode.counters import pack_token
-from icejax.engine.decode.step import DecodeState, Step, choose_next, state_cuts
+from icejax.engine.decode.step import DecodeState, Step, choose_next, decode_cuts
 from icejax.engine.plan import Plan
 from icejax.models.decoder import CausalLM, Ends
 from icejax.runtime import devices
@@ -60,5 +60,5 @@ def _choose(ends: Ends, x: jax.Array, lengths: jax.Array, state: DecodeState, *,
         state = choose_next(logits, state, plan)
         return state, Step(pack_token(state.last_tokens), logits)
 
-    cuts = state_cuts(plan)
+    cuts = decode_cuts(plan)
     return on_mesh(plan.mesh, run, (ends, x, lengths, state), (WHOLE, WHOLE, WHOLE, cuts), (cuts, WHOLE))

@@ -50,11 +50,11 @@ def between_steps(plan: Plan):
     donate the cache.
     """
 
-    def flush(cache: KVCache) -> tuple[NewPages, list, jax.Array]:
+    def leaving(cache: KVCache) -> tuple[NewPages, list, jax.Array]:
         pages, updates = zip(*_flushed_pages(cache, plan), strict=True)
         return jax.tree.map(lambda *x: jnp.stack(x)[None], *pages), list(updates), cache.lengths.next_page
 
-    def flushed(cache: KVCache, updates: list) -> KVCache:
+    def updated(cache: KVCache, updates: list) -> KVCache:
         states = list(cache.layers)
         for i, update in zip(plan.pooled, updates, strict=True):
             states[i] = plan.policies[i].after_flush(states[i], update, cache.lengths)
@@ -63,7 +63,7 @@ def between_steps(plan: Plan):
         next_page = jnp.where(next_page < plan.pool.pages, next_page, plan.prompt_pages)
         return KVCache(tuple(states), dataclasses.replace(cache.lengths, next_page=next_page), cache.table)
 
-    def compact(cache: KVCache, pool: Pool) -> tuple[KVCache, NewPages, jax.Array]:
+    def packed_anew(cache: KVCache, pool: Pool) -> tuple[KVCache, NewPages, jax.Array]:
         states, packed, shared = list(cache.layers), [], None
         count = plan.compact_every // plan.page_size
         # Where the ring has just wrapped, the newest pages are the last ones of the pool.
@@ -76,18 +76,18 @@ def between_steps(plan: Plan):
             packed.append(outcome.pages)
         return KVCache(tuple(states), cache.lengths, cache.table), jax.tree.map(lambda *x: jnp.stack(x, axis=1), *packed), first
 
-    def updates_cuts(cache: KVCache) -> Any:
-        return WHOLE if plan.mesh is None else result_cuts(plan.mesh, flush, (cache,), (plan.cuts,))[1]
+    @jax.jit
+    def flush(cache: KVCache) -> tuple[NewPages, list, jax.Array]:
+        return on_mesh(plan.mesh, leaving, (cache,), (plan.cuts,))
 
-    def flushed_on_mesh(cache: KVCache, updates: list) -> KVCache:
-        return on_mesh(plan.mesh, flushed, (cache, updates), (plan.cuts, updates_cuts(cache)), plan.cuts)
+    @functools.partial(jax.jit, donate_argnums=0)
+    def flushed(cache: KVCache, updates: list) -> KVCache:
+        of_updates = WHOLE if plan.mesh is None else result_cuts(plan.mesh, leaving, (cache,), (plan.cuts,))[1]
+        return on_mesh(plan.mesh, updated, (cache, updates), (plan.cuts, of_updates), plan.cuts)
 
-    def compact_on_mesh(cache: KVCache, pool: Pool) -> tuple[KVCache, NewPages, jax.Array]:
-        cuts, results = (plan.cuts, host_pool.BY_HEAD), (plan.cuts, host_pool.BY_HEAD, WHOLE)
-        return on_mesh(plan.mesh, compact, (cache, pool), cuts, results)
+    @functools.partial(jax.jit, donate_argnums=0)
+    def compact(cache: KVCache, pool: Pool) -> tuple[KVCache, NewPages, jax.Array]:
+        cuts = plan.cuts, host_pool.BY_HEAD
+        return on_mesh(plan.mesh, packed_anew, (cache, pool), cuts, (*cuts, WHOLE))
 
-    return (
-        jax.jit(lambda cache: on_mesh(plan.mesh, flush, (cache,), (plan.cuts,))),
-        jax.jit(flushed_on_mesh, donate_argnums=0),
-        jax.jit(compact_on_mesh, donate_argnums=0),
-    )
+    return flush, flushed, compact

@@ -91,7 +91,7 @@ class Step:
         return Step(self.counters.at[:, at].set(row.counters[:, 0]), self.logits.at[at].set(row.logits[0]))
 
 
-def state_cuts(plan: Plan) -> DecodeState:
+def decode_cuts(plan: Plan) -> DecodeState:
     """Returns how the arrays of a state are cut for the plan's mesh."""
     return DecodeState(plan.cuts, *(WHOLE,) * 6)
 
@@ -273,7 +273,7 @@ def step_program(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan)
         def run(weights: nnx.State, state: DecodeState, pool: Pool | None) -> tuple[DecodeState, Step]:
             return StepParts.of(nnx.merge(graph, weights), plan).run(state, pool)
 
-        weights, cuts = jax.tree.unflatten(tree, leaves), state_cuts(plan)
+        weights, cuts = jax.tree.unflatten(tree, leaves), decode_cuts(plan)
         arrays = weights, state, pool
         return on_mesh(plan.mesh, run, arrays, (module_cuts(weights), cuts, host_pool.BY_HEAD), (cuts, WHOLE))
 
