@@ -17,6 +17,7 @@ import icejax
 from icejax.checkpoint.load import read_config
 from icejax.checks.errors import InputError
 from icejax.models import sharding
+from icejax.ops.quantized.products import Grouped
 from icejax.runtime import mesh
 from tests import tolerances
 from tests.helpers.on_devices import CASES, LLAMA
@@ -67,6 +68,20 @@ def test_weights_are_cut_by_heads_and_inner_channels():
         "lm_head.weight": mesh.WHOLE,
     }
     assert {key: sharding.weight_cut(key) for key in cuts} == cuts
+
+
+def test_codes_are_cut_with_their_scales():
+    by_row = Grouped(np.zeros((8, 4, 16), np.int8), np.zeros((8, 4), np.float32), np.zeros((8, 4), np.int8), by_row=True)
+    one_scale = Grouped(np.zeros((1, 8, 64), np.int8), np.zeros((1, 8), np.float32), None)
+    q, o, embedding = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.o_proj.weight", "embed_tokens.weight"
+    assert sharding.weight_cuts(q, by_row) == Grouped(*(mesh.cut(0),) * 3, by_row=True)
+    assert sharding.weight_cuts(o, by_row) == Grouped(*(mesh.cut(1),) * 3, by_row=True)
+    assert sharding.weight_cuts(q, one_scale) == Grouped(mesh.cut(1), mesh.cut(1), None)
+    assert sharding.weight_cuts(o, one_scale) == Grouped(mesh.cut(2), mesh.WHOLE, None)
+    assert sharding.weight_cuts(embedding, by_row) == Grouped(*(mesh.WHOLE,) * 3, by_row=True)
+    with pytest.raises(InputError) as error:
+        sharding.put(o, by_row, mesh.Mesh(3))
+    assert str(error.value) == f"mesh heads=3 does not divide the 4 groups of columns of {o}: use fewer devices"
 
 
 def test_cuts_are_where_shares_differ():
