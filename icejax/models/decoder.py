@@ -20,6 +20,7 @@ from icejax.config import Experts, LayerConfig, ModelConfig
 from icejax.models.parts.experts import ExpertsBeside, ExpertStack, Router
 from icejax.models.parts.latent_attention import Expanded, LatentAttention
 from icejax.models.parts.linear import Linear, norm_of, normalised
+from icejax.models.sharding import spread
 from icejax.ops.activations import ACTIVATIONS
 from icejax.ops.attention.dense import Attended, Scoring
 from icejax.ops.experts.offloaded_experts import OffloadedExperts
@@ -284,8 +285,7 @@ class CausalLM(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype: str, mesh: Mesh | None = None) -> None:
         self.config, self.dtype, self.mesh = config, dtype, mesh
         self.model = Decoder(config, dtype=dtype)
-        for layer in self.model.layers if mesh is not None else ():
-            layer.mesh = layer.self_attn.o_proj.summed_over = layer.mlp.down_proj.summed_over = mesh
+        spread(self.model.layers, mesh)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
 

@@ -64,6 +64,9 @@ def test_weights_are_cut_by_heads_and_inner_channels():
         "model.layers.0.self_attn.sinks": mesh.cut(0),
         "model.layers.0.mlp.gate_proj.weight": mesh.cut(0),
         "model.layers.0.mlp.down_proj.weight": mesh.cut(1),
+        "model.layers.0.mlp.experts.up_proj.weight": mesh.cut(1),
+        "model.layers.0.mlp.experts.down_proj.weight": mesh.cut(2),
+        "model.layers.0.mlp.gate.weight": mesh.WHOLE,
         "model.embed_tokens.weight": mesh.WHOLE,
         "lm_head.weight": mesh.WHOLE,
     }
@@ -95,7 +98,7 @@ def test_numbers_that_do_not_divide_are_refused_by_name(tmp_path):
     with pytest.raises(InputError) as error:
         sharding.check_mesh(config(tmp_path, num_key_value_heads=16, intermediate_size=40), mesh.Mesh(16))
     assert str(error.value) == (
-        "mesh heads=16 does not divide the model's 16 KV heads and its MLP's 40 channels: N must be one of 1, 2, 4, 8"
+        "mesh heads=16 does not divide the model's 16 KV heads and its MLPs' 40 channels: N must be one of 1, 2, 4, 8"
     )
 
 
@@ -120,7 +123,6 @@ def test_a_mesh_that_is_not_there_is_refused(given, message):
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [
-        (dict(experts=object()), "experts"),
         (dict(latent=object()), "latent attention"),
         (dict(qk_norm="all"), "norms over all heads"),
     ],

@@ -46,6 +46,15 @@ LLAMA = dict(
 MISTRAL = {key: value for key, value in LLAMA.items() if key != "attention_bias"} | dict(
     model_type="mistral", sliding_window=32
 )
+EXPERTS = {key: value for key, value in LLAMA.items() if key != "attention_bias"} | dict(
+    model_type="qwen3_moe",
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    mlp_only_layers=[1],
+)
 # The model, the cache, its options, and the number of devices.
 CASES = {
     "full-2": (LLAMA, "full", {}, 2),
@@ -53,8 +62,9 @@ CASES = {
     "full-8": (LLAMA, "full", {}, 8),
     "sliding": (MISTRAL, "full", {}, 4),
     "clustered": (LLAMA, "clustered", dict(budget=64, compact_every=32), 4),
-    "coded": (LLAMA, "coded", dict(budget=64), 2),
+    "coded": (LLAMA | dict(num_hidden_layers=1), "coded", dict(budget=64), 2),
     "snapkv": (LLAMA, "snapkv", dict(budget=64), 8),
+    "experts": (EXPERTS, "full", {}, 8),
     "int4": (LLAMA, "full", {}, 2),
 }
 WEIGHTS = {"int4": dict(quantize="int4")}  # options of loading
@@ -70,7 +80,9 @@ def checkpoint(raw: dict, folder: Path) -> Path:
     for key, shape in abstract(read_config(folder), "float32")[1].items():
         scale = shape.shape[-1] ** -0.5 if len(shape.shape) > 1 else 0.1
         centre = 1.0 if key.endswith("norm.weight") else 0.0
-        tensors[key] = (centre + scale * rng.standard_normal(shape.shape)).astype(np.float32)
+        tensor = (centre + scale * rng.standard_normal(shape.shape)).astype(np.float32)
+        parts = enumerate(tensor) if ".experts." in key else ()
+        tensors |= {key.replace("experts.", f"experts.{i}."): part for i, part in parts} or {key: tensor}
     save_file(tensors, folder / "model.safetensors")
     return folder
 

@@ -13,7 +13,7 @@ import numpy as np
 from icejax.cache.pool.host_pool import BY_HEAD, Pool
 from icejax.cache.pool.page_format import pool_bytes, pool_shapes
 from icejax.runtime import devices
-from icejax.runtime.mesh import Mesh
+from icejax.runtime.mesh import Mesh, size
 
 
 def allocate(shape: tuple[int, ...], dtype: str, codes: int = 0, *, limit: int | None = None, mesh: Mesh | None = None) -> Pool:
@@ -29,7 +29,7 @@ def allocate(shape: tuple[int, ...], dtype: str, codes: int = 0, *, limit: int |
     """
     arrays, platform = pool_shapes(shape, dtype, codes), devices.platform()
     if platform == "gpu":
-        arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(_addressable(x.shape, x.dtype), x.dtype), arrays)
+        arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(_addressable(x.shape, x.dtype, size(mesh)), x.dtype), arrays)
     advice = (
         "use a shorter prompt, fewer new tokens, a smaller batch (in a session a smaller context length), a 16-bit --dtype "
         "or (clustered caches, not on TPU) --cache-option page_dtype=int8"
@@ -48,13 +48,15 @@ def _zeros(shape: tuple[int, ...], bits: np.dtype, mesh: Mesh | None) -> Callabl
     return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), devices.HOST), out_shardings=sharding)
 
 
-def _addressable(shape: tuple[int, ...], bits: np.dtype) -> tuple[int, ...]:
+def _addressable(shape: tuple[int, ...], bits: np.dtype, count: int = 1) -> tuple[int, ...]:
     """Returns `shape`, with more extents for a pool of bytes between 2 and 4 GiB, whose kernel offsets would overflow.
+
+    `count` devices each have an equal share of the pool.
 
     Pallas takes 32 bits for the offsets in an array of up to 4 GiB and counts them in elements: too few for 2 GiB of bytes.
     The added extents take the pool over 4 GiB.
     """
-    extent = math.prod(shape[1:]) * bits.itemsize
+    extent = math.prod(shape[1:]) * bits.itemsize // count
     if bits.itemsize > 1 or not 2**31 < shape[0] * extent <= 2**32:
         return shape
     return (2**32 // extent + 1, *shape[1:])
