@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -270,7 +270,7 @@ def step_program(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan)
         jax.jit, donate_argnums=1, keep_unused=True, compiler_options=compiler_options.OPTIONS.get(plan.platform)
     )
     def step(leaves: list[jax.Array], state: DecodeState, pool: Pool | None) -> tuple[DecodeState, Step]:
-        def run(weights: nnx.State, state: DecodeState, pool: Pool | None) -> tuple[DecodeState, Step]:
+        def run(weights: Any, state: DecodeState, pool: Pool | None) -> tuple[DecodeState, Step]:
             return StepParts.of(nnx.merge(graph, weights), plan).run(state, pool)
 
         weights, cuts = jax.tree.unflatten(tree, leaves), decode_cuts(plan)
