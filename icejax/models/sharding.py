@@ -27,7 +27,7 @@ BY_INPUT = ("o_proj", "down_proj")
 
 def weight_cut(key: str) -> PartitionSpec:
     """Returns the cut of a parameter, by its Hugging Face key."""
-    *_, module, name = key.split(".")
+    module, name = ("", *key.split("."))[-2:]
     first = 1 if ".experts." in key else 0  # a parameter holds the matrices of all experts
     if module in BY_OUTPUT or name == "sinks":
         return cut(first)

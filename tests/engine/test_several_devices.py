@@ -69,6 +69,7 @@ def test_weights_are_cut_by_heads_and_inner_channels():
         "model.layers.0.mlp.gate.weight": mesh.WHOLE,
         "model.embed_tokens.weight": mesh.WHOLE,
         "lm_head.weight": mesh.WHOLE,
+        "layer_scalar": mesh.WHOLE,
     }
     assert {key: sharding.weight_cut(key) for key in cuts} == cuts
 
