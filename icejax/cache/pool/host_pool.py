@@ -218,7 +218,7 @@ def write_pages(
         mesh: the devices that each have the pages of their KV heads; None: one device.
     """
 
-    def written(pool: jax.Array, pages: jax.Array, table: Table, first: jax.Array, layer: jax.Array) -> jax.Array:
+    def written(pool: jax.Array, pages: jax.Array, table: Table, first: jax.Array | int, layer: jax.Array | int) -> jax.Array:
         count, layers, batch = pages.shape[:3]
         bits = encode_pages(pages, pool.dtype)
 
@@ -233,7 +233,7 @@ def write_pages(
         flat = pool.reshape(-1, *pool.shape[3:])
         return lax.fori_loop(0, count // together * layers * batch, write, flat).reshape(pool.shape)
 
-    def all_written(pool: Pool, pages: NewPages, *places: jax.Array) -> Pool:
+    def all_written(pool: Pool, pages: NewPages, *places: jax.Array | int) -> Pool:
         return jax.tree.map(lambda x, y: written(x, y, *places), pool, pages)
 
     return on_mesh(mesh, all_written, (pool, pages, table, first, layer), (BY_HEAD, BY_HEAD, WHOLE, WHOLE, WHOLE), BY_HEAD)
