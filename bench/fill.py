@@ -14,7 +14,7 @@ from icejax.cache.bases.all_tokens import TokenState
 from icejax.cache.bases.similar_pages import SimilarPages
 from icejax.cache.index.base import put_pages
 from icejax.cache.index.digest_tree import Digested
-from icejax.cache.pool import host_pool
+from icejax.cache.pool import allocation, host_pool
 from icejax.cache.pool.extents import table_for
 from icejax.cache.pool.page_format import without_codes
 from icejax.cache.protocol import Lengths
@@ -59,7 +59,7 @@ def fill(model: CausalLM, plan: Plan, policy, *, context: int, seed: int = 0) ->
         per_copy, pages = (base - unpaged) // policy.page_size, (context - unpaged) // policy.page_size
         first_pages = _read(without_codes(pool), state.cache.table, count=per_copy, plan=short)
         count, table = table_for(np.stack([plan.extents(context)] * rows))
-        long_pool, table = host_pool.allocate(*plan.pool_sizes(count)), jnp.asarray(table)
+        long_pool, table = allocation.allocate(*plan.pool_sizes(count)), jnp.asarray(table)
         noise = jax.random.normal(jax.random.key(seed), first_pages.shape, first_pages.dtype)
         # An empty state holds the same buffer several times, which cannot be donated.
         for i in plan.pooled:

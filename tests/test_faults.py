@@ -27,6 +27,10 @@ IMPORTED = [
 PLAIN = ["--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:anyio", "--hypothesis-profile=planted"]
 # Module, text that occurs once, the fault in its place, the test that is to notice.
 FAULTS = (
+    ("models/sharding.py", 'module in BY_OUTPUT or name == "sinks"', "module in BY_OUTPUT", "engine/test_several_devices.py::test_weights_are_cut_by_heads_and_inner_channels"),
+    ("models/sharding.py", "all(size % count == 0 for size in sizes)", "any(size % count == 0 for size in sizes)", "engine/test_several_devices.py::test_numbers_that_do_not_divide_are_refused_by_name"),
+    ("models/sharding.py", "weight.scale.shape[columns] > 1", "weight.scale.shape[columns] > 9", "engine/test_several_devices.py::test_codes_are_cut_with_their_scales"),
+    ("runtime/mesh.py", "if sizes[0] != sizes[1]]", "if sizes[0] == sizes[1]]", "engine/test_several_devices.py::test_cuts_are_where_shares_differ"),
     ("engine/prompt_logprobs.py", "tokens[first + 1 : first + 1 + BLOCK]", "tokens[first : first + BLOCK][1:]", "api/test_prompt_logprobs.py::test_they_are_those_of_exact_attention[full]"),
     ("engine/serving/prefix_cache.py", "if not ticket.request.reads_prefixes", "if False", "api/test_prompt_logprobs.py::test_a_stored_prefix_is_not_used_and_nothing_is_stored"),
     ("serving/explain.py", "np.round(picture.weights.astype(np.float64), DIGITS)", "picture.weights", "serving/test_page.py::test_an_answer_tells_what_it_looks_at_if_asked"),

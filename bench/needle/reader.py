@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import icejax
-from icejax.cache.pool import host_pool
+from icejax.cache.pool import allocation
 from icejax.cache.pool.extents import Extents, extents_for
 from icejax.engine.batch import fork
 from icejax.engine.decode.counters import StepCounters
@@ -45,7 +45,7 @@ class Reader:
         if self._plan.pooled:  # extents of one row, of its fork, and one scratch extent
             count = 2 * extents_for(self._plan.pool.pages) + 1
             if self._pool is None:
-                self._pool = host_pool.allocate(*self._plan.pool_sizes(count))
+                self._pool = allocation.allocate(*self._plan.pool_sizes(count))
             self._extents = Extents(count)
             destination = self._pool, self._extents.take(self._plan.extents(len(prompt))[None])
         if layers is None:

@@ -23,7 +23,7 @@ from icejax.config import ModelConfig
 from icejax.engine.buckets import SHORTEST, bucket
 from icejax.engine.layout import Layout, make_layout
 from icejax.models.decoder import CausalLM
-from icejax.runtime import devices
+from icejax.runtime import devices, mesh
 from icejax.runtime.rates import Rates, rates_of
 
 SHARE = 0.95  # of free device memory that a choice fills: programs and temporary arrays take some too
@@ -95,7 +95,7 @@ def this_machine(model: CausalLM, *, device_memory: int | None = None, host_memo
     return Machine(
         platform=devices.platform(),
         kind=devices.device().device_kind,
-        device_free=devices.device_free(model, size),
+        device_free=devices.device_free(model, size, count=mesh.size(model.mesh)),
         host_free=free if host_memory_limit is None else min(free, host_memory_limit),
         one_memory=devices.platform() == "cpu" and device_memory is None,
     )

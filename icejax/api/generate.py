@@ -37,6 +37,7 @@ def load(
     dtype: str | None = None,
     quantize: str | None = None,
     experts_on_host: int | bool | None = None,
+    mesh: str | int | None = None,
     progress: Progress | None = None,
 ) -> tuple[CausalLM, Any]:
     """Returns the model and the tokenizer of a checkpoint.
@@ -44,7 +45,7 @@ def load(
     Args:
         path: a Hugging Face folder, an icejax folder, a GGUF file or a hub id; by default the bundled model.
         revision: branch, tag or commit of a hub id; None: its main branch.
-        dtype, quantize, experts_on_host: as in `checkpoint.load.load_model`.
+        dtype, quantize, experts_on_host, mesh: as in `checkpoint.load.load_model`.
         progress: called with "loading", the number of parameters loaded, and the number in all: first with 0 and 0.
 
     Raises:
@@ -59,7 +60,7 @@ def load(
     tokenizer = load_tokenizer(checkpoint.folder)
     checkpoint = checkpoint.with_ends(end_ids(tokenizer))
     tell = None if progress is None else lambda _, done, total: progress(LOADING, done, total)
-    options = dict(dtype=dtype, quantize=quantize, experts_on_host=experts_on_host, progress=tell)
+    options = dict(dtype=dtype, quantize=quantize, experts_on_host=experts_on_host, mesh=mesh, progress=tell)
     return load_model(checkpoint, **options), tokenizer
 
 

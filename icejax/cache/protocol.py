@@ -210,6 +210,7 @@ class CachePolicy(abc.ABC):
     follows: bool = False  # whether the policy reads `View.shared`, and so follows an earlier layer
     evicts: bool = False  # whether it drops tokens that a later text would attend to
     packs_by_head: bool = False  # whether `prefill` treats each KV head as it would alone, so that heads can take turns
+    by_head: bool = False  # whether every phase does, so that devices can share the heads
 
     def for_platform(self, platform: str, *, latent: bool) -> CachePolicy:
         """Returns the policy with open options settled for a platform (cpu, gpu or tpu) and for latent or other layers."""

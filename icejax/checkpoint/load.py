@@ -27,11 +27,13 @@ from icejax.config import ModelConfig
 from icejax.models.decoder import CausalLM
 from icejax.models.parts.latent_attention import BY_HEAD
 from icejax.models.registry import family
+from icejax.models.sharding import check_mesh, check_one_device, put
 from icejax.ops.experts.offloaded_experts import offload, table_bytes
 from icejax.ops.quantized.products import Grouped
 from icejax.runtime import devices
 from icejax.runtime.host_reads.choose import fetch_backend
 from icejax.runtime.host_reads.reader import Reader
+from icejax.runtime.mesh import Mesh, read_mesh
 
 DTYPES = ("float32", "bfloat16", "float16")  # of a loaded model
 SLOWER = "on a CPU a product with bfloat16 weights takes 1.3 times as long as with float32 ones, for half of the memory"
@@ -73,14 +75,16 @@ def read_config(folder: Path) -> ModelConfig:
     return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + end_tokens(folder))))
 
 
-def abstract(config: ModelConfig, dtype: str) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct], jax.tree_util.PyTreeDef]:
+def abstract(
+    config: ModelConfig, dtype: str, mesh: Mesh | None = None
+) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct], jax.tree_util.PyTreeDef]:
     """Returns a model without arrays: its graph, its parameters by Hugging Face key in leaf order, and the tree of its leaves.
 
     Raises:
         InputError: `dtype` is not one of DTYPES.
     """
     one_of("dtype", dtype, DTYPES)
-    graph, state = nnx.split(nnx.eval_shape(lambda: CausalLM(config, dtype=dtype)))
+    graph, state = nnx.split(nnx.eval_shape(lambda: CausalLM(config, dtype=dtype, mesh=mesh)))
     paths, tree = jax.tree_util.tree_flatten_with_path(state)
     named = {".".join(str(part.key) for part in path[:-1]): leaf for path, leaf in paths}
     return graph, named, tree
@@ -92,6 +96,7 @@ def load_model(
     dtype: str | None = None,
     quantize: str | None = None,
     experts_on_host: int | bool | None = None,
+    mesh: str | int | None = None,
     progress: Progress | None = None,
 ) -> CausalLM:
     """Returns the model of a Hugging Face folder, an icejax folder, a hub id or an open checkpoint, on the default device.
@@ -109,6 +114,7 @@ def load_model(
         experts_on_host: number of experts per layer on the device, while host memory holds all experts; True: half. Prefill
             fetches the experts of one layer after another, a decode step the experts that its tokens are routed to. None: all
             experts are on the device.
+        mesh: `heads=N`, or N: the devices that share the KV heads, each with its part of the weights. None: one device.
         progress: called after every parameter.
 
     Raises:
@@ -117,9 +123,13 @@ def load_model(
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     folder, config = checkpoint.folder, checkpoint.config
     dtype = dtype or ("float32" if devices.platform() == "cpu" else config.dtype)
+    over = read_mesh(mesh)
+    check_mesh(config, over)
+    if experts_on_host:
+        check_one_device(over, "experts_on_host")
     resident = _resident(config, experts_on_host)
     reader = Reader(fetch_backend()) if resident else None
-    graph, parameters, tree = abstract(config, dtype)
+    graph, parameters, tree = abstract(config, dtype, over)
     on_cpu, shapes = devices.platform() == "cpu", {key: p.shape for key, p in parameters.items()}
     tensors = open_tensors(folder, config, shapes, quantize=quantize, as_codes=quantize is None)
     code_keys = {key for key, mapping in tensors.mappings.items() if not key.endswith(BY_HEAD) and tensors.alike(mapping)}
@@ -129,7 +139,11 @@ def load_model(
     experts = [key for key in parameters if resident and of_experts(key)]
     # No enumerate: it would hold a tensor while the next is read.
     for key, tensor in tensors.parameters(dtypes, kept=code_keys, on_cpu=on_cpu):
-        leaf = _to_device(tensor, by_row=on_cpu)
+        if over is None:
+            leaf = _to_device(tensor, by_row=on_cpu)
+        else:
+            codes = isinstance(tensor, QuantizedMatrix)
+            leaf = put(key, Grouped(tensor.codes, tensor.scale, tensor.zero, on_cpu) if codes else tensor, over)
         del tensor  # else two tensors are in memory while the next is read
         gc.collect(0)  # JAX holds an array that has arrived until a collection
         if key in experts:

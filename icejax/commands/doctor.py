@@ -19,7 +19,7 @@ from rich.table import Table
 
 from icejax.api.choice import crossing
 from icejax.api.generate import ASSETS
-from icejax.cache.pool import host_pool
+from icejax.cache.pool import allocation, host_pool
 from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.load import open_checkpoint
 from icejax.commands.options import Parser
@@ -44,7 +44,7 @@ def measure(name: str) -> dict[str, Any]:
     fault = choose.backend_error(name)
     if fault is not None:
         return dict(backend=name, exact=False, fault=fault)
-    pool = host_pool.allocate((PAGES // host_pool.EXTENT, 1, host_pool.EXTENT, 1, *PAGE), "bfloat16").reshape(PAGES, *PAGE)
+    pool = allocation.allocate((PAGES // host_pool.EXTENT, 1, host_pool.EXTENT, 1, *PAGE), "bfloat16").reshape(PAGES, *PAGE)
     pool = jax.device_put(pool, devices.host_sharding())
     rows = jnp.asarray(np.random.default_rng(0).permutation(PAGES)[:FETCHED], jnp.int32)
     read, seconds = jax.jit(BACKENDS[name]), []

@@ -59,6 +59,7 @@ def load(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any
             dtype=arguments.dtype,
             quantize=arguments.quantize,
             experts_on_host=arguments.experts_on_host,
+            mesh=arguments.mesh,
             progress=phases,
         )
     if template is not None:

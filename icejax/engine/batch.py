@@ -21,11 +21,11 @@ from icejax.cache.pool.extents import SCRATCH_EXTENT, Extents, extents_for
 from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.checks.errors import InputError
-from icejax.engine.decode.step import DecodeState
+from icejax.engine.decode.step import DecodeState, decode_cuts
 from icejax.engine.penalties import with_same_arrays
 from icejax.engine.plan import Plan
 from icejax.engine.sampling import RowSampling, Sampling, row_keys
-from icejax.runtime import devices
+from icejax.runtime.mesh import WHOLE, home, on_mesh
 
 
 def empty_batch(plan: Plan) -> DecodeState:
@@ -34,10 +34,17 @@ def empty_batch(plan: Plan) -> DecodeState:
     zeros = jnp.zeros(batch, jnp.int32)
     lengths = Lengths.of(zeros, plan.prompt_pages)
     table = jnp.full((batch, extents_for(plan.pool.pages)), SCRATCH_EXTENT, jnp.int32) if plan.pooled else None
-    layers = tuple(policy.init(plan.spec_of(i)) for i, policy in enumerate(plan.policies))
-    state = DecodeState(KVCache(layers, lengths, table), zeros, zeros == 0, row_keys([(0, 0)] * batch), zeros)
+    cache = KVCache(_empty_layers(plan), lengths, table)
+    state = DecodeState(cache, zeros, zeros == 0, row_keys([(0, 0)] * batch), zeros)
     # A step donates every array, so no two share a buffer; its results are committed to the device, so these are too.
-    return jax.device_put(jax.tree.map(jnp.copy, state), devices.device())
+    return jax.tree.map(lambda x: x if x.committed else jax.device_put(jnp.copy(x), home(plan.mesh)), state)
+
+
+def _empty_layers(plan: Plan) -> tuple[Any, ...]:
+    def init() -> tuple[Any, ...]:
+        return tuple(policy.init(plan.spec_of(i)) for i, policy in enumerate(plan.policies))
+
+    return init() if plan.mesh is None else jax.jit(lambda: on_mesh(plan.mesh, init, (), (), plan.cuts.layers))()
 
 
 def insert(state: DecodeState, row: DecodeState, at: int, *, plan: Plan) -> DecodeState:
@@ -63,11 +70,16 @@ def insert(state: DecodeState, row: DecodeState, at: int, *, plan: Plan) -> Deco
         raise InputError(f"row {at} of the batch is taken: end it first, or take it out")
     if int(row.cache.lengths.clock):
         raise InputError("a row that has decoded cannot join a batch: extract it, call fold_into_prompt and extend it first")
-    return _insert(*_with_same_fields(state, row), jnp.int32(at), plan=plan)
+    return _insert(*_with_same_fields(state, row, plan=plan), jnp.int32(at), plan=plan)
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnums=0)
 def _insert(state: DecodeState, row: DecodeState, at: Int[Array, ""], *, plan: Plan) -> DecodeState:
+    cuts = decode_cuts(plan)
+    return on_mesh(plan.mesh, functools.partial(_inserted, plan=plan), (state, row, at), (cuts, cuts, WHOLE), cuts)
+
+
+def _inserted(state: DecodeState, row: DecodeState, at: Int[Array, ""], *, plan: Plan) -> DecodeState:
     clock = state.cache.lengths.clock
     pairs = zip(plan.policies, row.cache.layers, strict=True)
     layers = tuple(policy.joining(layer, row.cache.lengths, clock) for policy, layer in pairs)
@@ -224,14 +236,14 @@ def _with_row_arrays(state: DecodeState, arrays: tuple[Any, ...]) -> DecodeState
     return DecodeState(KVCache(layers, replace(state.cache.lengths, origin=origin), table), *fields)
 
 
-def _with_same_fields(*states: DecodeState) -> list[DecodeState]:
+def _with_same_fields(*states: DecodeState, plan: Plan) -> list[DecodeState]:
     """Returns the states with the same arrays of `sampling` and `penalties`; a row is greedy where its state had none."""
     sizes = [len(state.done) for state in states]
     samplings = [state.sampling for state in states]
     if any(sampling is not None for sampling in samplings):
         samplings = [x or RowSampling.of([Sampling()] * size) for x, size in zip(samplings, sizes, strict=True)]
     penalties = with_same_arrays([state.penalties for state in states], sizes)
-    # Committed to the device as a step's results are, or what takes them compiles twice.
-    samplings, penalties = jax.device_put((samplings, penalties), devices.device())
+    # Committed as a step's results are, or what takes them compiles twice.
+    samplings, penalties = jax.device_put((samplings, penalties), home(plan.mesh))
     options = zip(states, samplings, penalties, strict=True)
     return [replace(state, sampling=sampling, penalties=penalty) for state, sampling, penalty in options]

@@ -36,8 +36,10 @@ def choose_first(
 
 def choose_from(logits: Float[Array, "B V"], state: DecodeState, plan: Plan) -> tuple[DecodeState, Step]:
     """Returns what `choose_first` does, from the logits behind texts that are in the cache. Donates `state`."""
-    # A step's results are committed to the device, so what comes first must be too, or programs compile twice.
-    return _choose_from(*jax.device_put((logits, state), devices.device()), plan=plan)
+    # A step's results are committed, so what comes first must be too, or programs compile twice. On a mesh it is.
+    if plan.mesh is None:
+        logits, state = jax.device_put((logits, state), devices.device())
+    return _choose_from(logits, state, plan=plan)
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")

@@ -16,7 +16,9 @@ from icejax.cache.sizes import CacheSpec, PoolSpec
 from icejax.checks.errors import InputError
 from icejax.config import ModelConfig
 from icejax.engine.buckets import SHORTEST, bucket, room_for
+from icejax.models.sharding import check_one_device, share
 from icejax.ops.rope import check_rerotation
+from icejax.runtime.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Layout:
         platform: the platform that the programs are compiled for: cpu, gpu or tpu.
         heads: for each layer, number of KV heads and head size where they differ from `spec`; else None.
         renewal: tokens at which a row is prefilled anew, because LongRoPE's factors change there; 0: never.
+        mesh: the devices that share the KV heads; policies and sizes are those of one device's share. None: one device.
     """
 
     policies: tuple[CachePolicy, ...]
@@ -36,6 +39,7 @@ class Layout:
     platform: str
     heads: tuple[tuple[int, int] | None, ...]
     renewal: int
+    mesh: Mesh | None
 
     def spec_of(self, layer: int) -> CacheSpec:
         """Returns the sizes of one layer's cache."""
@@ -66,12 +70,17 @@ def make_layout(
     platform: str,
     extends: bool = False,
     joins: bool = False,
+    mesh: Mesh | None = None,
 ) -> Layout:
     """Returns the layout of a cache for a model of `config` in `dtype`; the other arguments are those of `plan.make_plan`.
 
+    Args:
+        mesh: the devices that share the KV heads; None: one device.
+
     Raises:
-        InputError: the policies do not fit each other, the model or the platform.
+        InputError: the policies do not fit each other, the model, the platform or the mesh.
     """
+    config = share(config, mesh)
     several = batch_size > 1 or joins
     renewal = _renewal(config, prompt_tokens, new_tokens, several=several)
     spec = _spec(config, dtype, batch_size, max(prompt_tokens, renewal), new_tokens)
@@ -79,7 +88,12 @@ def make_layout(
     policies = tuple(layer_policy.for_platform(platform, latent=spec.latent) for layer_policy in policies)
     spec = _with_pages(spec, policies, new_tokens, extends=extends, joins=batch_size > 1 and (joins or renewal > 0))
     _check(policies, spec, policy, config, platform)
-    return Layout(policies, spec, platform, _other_heads(config), renewal)
+    if mesh is not None:
+        if extends:
+            check_one_device(mesh, "text behind a cache")
+        for layer_policy in (x for x in policies if not x.by_head):
+            check_one_device(mesh, f"the cache {display_name(layer_policy)}")
+    return Layout(policies, spec, platform, _other_heads(config), renewal, mesh)
 
 
 def _spec(config: ModelConfig, dtype: str, batch_size: int, prompt_tokens: int, new_tokens: int) -> CacheSpec:

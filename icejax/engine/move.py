@@ -48,7 +48,7 @@ def move(
         sizes = dict(scoring=layer.scoring, old=before.spec_of(i), policy=policy, spec=spec)
         outcome = _move_layer(state, lengths, shared, **sizes, padded=min(spec.prompt_capacity, bucket(tokens)))
         if outcome.pages is not None:
-            pool = write_layer(pool, outcome.pages, table, after.pooled.index(i))
+            pool = write_layer(pool, outcome.pages, table, after.pooled.index(i), mesh=None)
         moved.append(outcome.state)
         shared = outcome.shared or shared
         jax.block_until_ready(outcome.state)  # otherwise pages of many layers pile up on the device

@@ -10,6 +10,7 @@ per row: 32 prompt pages and 32 growth pages. A row that joins a running batch m
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -23,6 +24,7 @@ from icejax.cache.pool.host_pool import EXTENT, Pool, PoolLayer
 from icejax.cache.pool.page_format import page_rows
 from icejax.cache.protocol import CachePolicy, KVCache, Report
 from icejax.cache.registry import display_name, warn_unused
+from icejax.cache.shares import state_cuts
 from icejax.cache.sizes import pages_leaving
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import LARGEST
@@ -31,6 +33,7 @@ from icejax.engine.layout import Layout, make_layout
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 from icejax.runtime.host_reads.choose import ORDER, fetch_backend
+from icejax.runtime.mesh import WHOLE, size
 
 LOG = logging.getLogger(__name__)
 # Layers from which on a step on a CPU is a program per layer: starting a program takes some 20 us, which layers of a small
@@ -53,7 +56,13 @@ class Plan(Layout):
     @property
     def by_layers(self) -> bool:
         """Whether each layer of a step is a program of its own, so that each kind of layer is compiled once."""
-        return self.platform == "cpu" and len(self.policies) >= LEAST_LAYERS
+        return self.platform == "cpu" and len(self.policies) >= LEAST_LAYERS and self.mesh is None
+
+    @functools.cached_property
+    def cuts(self) -> KVCache:
+        """How the arrays of the cache are cut for the mesh."""
+        layers = (state_cuts(policy, self.spec_of(i), self.mesh) for i, policy in enumerate(self.policies))
+        return KVCache(tuple(layers), WHOLE, WHOLE)
 
     @property
     def page_size(self) -> int:
@@ -108,8 +117,9 @@ class Plan(Layout):
         return (self.pool.pages - pages) * self.page_size - self.text_slots(tokens) - 1  # the last page is never full
 
     def pool_sizes(self, extents: int) -> tuple[tuple[int, ...], str, int]:
-        """Returns what `host_pool.allocate` takes: shape and dtype of the pages, and the bytes of a page's codes."""
-        return self.pool_shape(extents), self.pool_dtype, self.pool.codes
+        """Returns what `allocation.allocate` takes: the whole pool's shape and dtype, and the bytes of a page's codes."""
+        *before, heads, planes, rows, width = self.pool_shape(extents)
+        return (*before, heads * size(self.mesh), planes, rows, width), self.pool_dtype, self.pool.codes
 
     @property
     def pool_dtype(self) -> str:
@@ -130,7 +140,7 @@ class Plan(Layout):
         return row_extents(prompt_pages, range(self.prompt_pages, pages), most=extents_for(pages))
 
     def pool_shape(self, extents: int) -> tuple[int, ...]:
-        """Returns the shape [E, L, 64, K, planes, rows, W] of a pool of `extents` extents; W is the width of the widest plane.
+        """Returns the shape [E, L, 64, K, planes, rows, W] of a device's pool; W is the width of the widest plane.
 
         Raises:
             InputError: the policy fetches single slots, and the pool has more of them than a 32-bit index can count.
@@ -182,7 +192,7 @@ def make_plan(
     """
     tokens = dict(prompt_tokens=prompt_tokens, new_tokens=new_tokens)
     options = dict(batch_size=batch_size, extends=extends, joins=joins, platform=platform or devices.platform())
-    layout = make_layout(model.config, model.dtype, policy, **tokens, **options)
+    layout = make_layout(model.config, model.dtype, policy, **tokens, **options, mesh=model.mesh)
     warn_unused(policy, layout.policies)
     sizes = (batch_size, prompt_tokens, layout.spec.prompt_capacity, layout.spec.new_capacity)
     LOG.info("%d rows of at most %d tokens, padded to %d, and room for %d new ones", *sizes)

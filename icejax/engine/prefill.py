@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from icejax.cache.pool import host_pool
+from icejax.cache.pool import allocation, host_pool
 from icejax.cache.pool.extents import table_for
 from icejax.cache.pool.host_pool import Pool
 from icejax.cache.pool.page_format import NoPages, PagesWithCodes, without_codes
 from icejax.cache.protocol import CachePolicy, Heads, KVCache, Lengths, Outcome, Shared
+from icejax.cache.shares import ORDER, PAGES, state_cuts
 from icejax.cache.sizes import CacheSpec
 from icejax.engine.buckets import bucket
 from icejax.engine.decode.layer import view_of
@@ -32,9 +33,10 @@ from icejax.engine.penalties import row_options
 from icejax.engine.plan import Plan
 from icejax.engine.sampling import Sampling, row_keys
 from icejax.models.decoder import CausalLM, DecoderLayer
+from icejax.models.sharding import module_cuts
 from icejax.ops.attention.dense import Attended
 from icejax.ops.experts.offloaded_experts import with_experts_on_device
-from icejax.runtime import devices
+from icejax.runtime.mesh import WHOLE, Mesh, home, on_mesh
 
 Pages = Float[Array, "P B K planes p W"] | PagesWithCodes | NoPages
 Kept = tuple[Any, Pages | None]  # a layer's state, and its pages for the pool
@@ -85,7 +87,7 @@ def pool_for(lengths: Sequence[int], plan: Plan, limit: int | None) -> tuple[Poo
     if not plan.pooled:
         return None, None
     count, table = table_for(np.stack([plan.extents(length) for length in lengths]))
-    return host_pool.allocate(*plan.pool_sizes(count), limit=limit), jnp.asarray(table)
+    return allocation.allocate(*plan.pool_sizes(count), limit=limit, mesh=plan.mesh), jnp.asarray(table)
 
 
 def prefill_layers(
@@ -102,7 +104,7 @@ def prefill_layers(
         return results
 
     # A layer's output, and experts from the host, are committed to the device: so must the first input be, as in `extend`.
-    embedded = jax.device_put(embed(model, jnp.asarray(padded_prompts(prompts, plan.spec))), devices.device())
+    embedded = jax.device_put(embed(model, jnp.asarray(padded_prompts(prompts, plan.spec))), home(plan.mesh))
     return run_layers(model, embedded, run)
 
 
@@ -119,17 +121,18 @@ def keep_layers(
     for i, (x, (state, pages)) in enumerate(layers):
         states.append(state)
         if pages is not None:
-            pool = write_layer(pool, pages, table, plan.pooled.index(i))
+            pool = write_layer(pool, pages, table, plan.pooled.index(i), mesh=plan.mesh)
         x.block_until_ready()  # otherwise pages of many layers pile up on the device while the host writes
         if progress is not None:
             progress(i + 1)
     return x, tuple(states), pool
 
 
-def write_layer(pool: Pool, pages: Pages, table: Table, layer: int) -> Pool:
+def write_layer(pool: Pool, pages: Pages, table: Table, layer: int, *, mesh: Mesh | None) -> Pool:
     """Returns the pool with a prompt's pages of one layer; `layer` is its place in the pool. Donates the pool."""
     together = math.gcd(len(without_codes(pages)), host_pool.EXTENT)
-    return host_pool.write_pages(pool, jax.tree.map(lambda x: x[:, None], pages), table, 0, layer, together=together)
+    new_pages = jax.tree.map(lambda x: x[:, None], pages)
+    return host_pool.write_pages(pool, new_pages, table, 0, layer, together=together, mesh=mesh)
 
 
 def first_state(
@@ -180,12 +183,16 @@ def prefill_outcome(
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"), donate_argnames="x")
 def _prefill_layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *, policy: CachePolicy, spec: CacheSpec):
-    def keep(q: jax.Array, k: jax.Array, v: jax.Array, attended: Attended) -> Outcome:
-        return prefill_outcome(layer, Heads(q, k, v, new, layer.scoring), attended, shared, policy=policy, spec=spec)
+    def run(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared: Shared | None):
+        def keep(q: jax.Array, k: jax.Array, v: jax.Array, attended: Attended) -> Outcome:
+            return prefill_outcome(layer, Heads(q, k, v, new, layer.scoring), attended, shared, policy=policy, spec=spec)
 
-    x, outcome, experts = run_exact_with_experts(layer, x, new, keep)
-    uses = None if experts is None else expert_uses(experts, new, layer.config.experts.count)
-    return x, (outcome.state, outcome.pages), outcome.shared or shared, uses
+        x, outcome, experts = run_exact_with_experts(layer, x, new, keep)
+        uses = None if experts is None else expert_uses(experts, new, layer.config.experts.count)
+        return x, (outcome.state, outcome.pages), outcome.shared or shared, uses
+
+    results = WHOLE, (state_cuts(policy, spec, layer.mesh), PAGES), ORDER, WHOLE
+    return on_mesh(layer.mesh, run, (layer, x, new, shared), (module_cuts(layer), WHOLE, WHOLE, ORDER), results)
 
 
 def expert_uses(experts: Int[Array, "B T k"], lengths: Int[Array, " B"], count: int) -> Int[Array, " {count}"]:

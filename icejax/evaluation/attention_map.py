@@ -27,6 +27,7 @@ from icejax.engine.plan import Plan, make_plan
 from icejax.engine.prefill import padded_prompts, prefill_outcome
 from icejax.files import private
 from icejax.models.decoder import CausalLM, DecoderLayer
+from icejax.models.sharding import check_one_device
 from icejax.ops.attention.dense import Attended
 from icejax.ops.experts.offloaded_experts import with_experts_on_device
 from icejax.text.token_text import token_text
@@ -45,6 +46,7 @@ class Explanation(AttentionMap):
         Raises:
             InputError: the cache keeps all tokens on the device, so there are no fetched pages to explain.
         """
+        check_one_device(model.mesh, "--explain")
         plan = make_plan(model, cache, batch_size=1, prompt_tokens=len(prompt), new_tokens=new_tokens)
         check_has_pages(plan)
         super().__init__(_positions(model, prompt, plan), len(prompt), renewal=plan.renewal)

@@ -20,11 +20,13 @@ from icejax.config import Experts, LayerConfig, ModelConfig
 from icejax.models.parts.experts import ExpertsBeside, ExpertStack, Router
 from icejax.models.parts.latent_attention import Expanded, LatentAttention
 from icejax.models.parts.linear import Linear, norm_of, normalised
+from icejax.models.sharding import spread
 from icejax.ops.activations import ACTIVATIONS
 from icejax.ops.attention.dense import Attended, Scoring
 from icejax.ops.experts.offloaded_experts import OffloadedExperts
 from icejax.ops.quantized.products import product, rows
 from icejax.ops.rope import cos_sin, deinterleave, rerotate, rotate, scale_queries
+from icejax.runtime.mesh import Mesh
 
 MLP_CHUNK = 2048  # prompt tokens per pass of an MLP, which bounds its activations
 
@@ -144,11 +146,11 @@ class DecoderLayer(nnx.Module):
     """One layer in two halves: `enter` returns q, k, v, the caller attends, `leave` returns the layer's output.
 
     Attributes:
-        config: attention and MLP of the layer.
+        config, mesh: attention and MLP of the layer; the devices that share its heads, as in `CausalLM`.
     """
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: str) -> None:
-        self.config = layer
+        self.config, self.mesh = layer, None
         self.self_attn = (Attention if config.latent is None else LatentAttention)(config, layer, dtype=dtype)
         if layer.experts is not None and layer.experts.beside:
             self.beside = ExpertsBeside(config, layer.experts, dtype=dtype)
@@ -277,11 +279,13 @@ class CausalLM(nnx.Module):
     Attributes:
         config: its configuration.
         dtype: name of the dtype of weights and activations.
+        mesh: the devices that share the heads; None: one device.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: str) -> None:
-        self.config, self.dtype = config, dtype
+    def __init__(self, config: ModelConfig, *, dtype: str, mesh: Mesh | None = None) -> None:
+        self.config, self.dtype, self.mesh = config, dtype, mesh
         self.model = Decoder(config, dtype=dtype)
+        spread(self.model.layers, mesh)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
 

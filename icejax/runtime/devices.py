@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import psutil
 from jax._src import xla_bridge  # nothing public says whether a backend has started
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from icejax.checks.errors import InputError, input_error_from
 from icejax.checks.numbers import integer
@@ -69,6 +69,16 @@ def host_sharding() -> SingleDeviceSharding:
     return SingleDeviceSharding(device(), memory_kind=PINNED)
 
 
+def first(count: int | None = None) -> list[jax.Device]:
+    """Returns the first `count` devices, or all."""
+    return jax.devices()[:count]
+
+
+def cut_sharding(over: Mesh, array_cut: PartitionSpec, *, on_host: bool = False) -> NamedSharding:
+    """Returns the sharding of arrays that are cut for several devices, in their memory or in host memory that programs read."""
+    return NamedSharding(over, array_cut, memory_kind=PINNED if on_host else None)
+
+
 def raise_pinned_limit() -> None:
     """Lets XLA:GPU pin three quarters of the machine's memory instead of 64 GiB, if JAX has not started yet.
 
@@ -96,16 +106,16 @@ def host_free() -> int:
     return psutil.virtual_memory().available
 
 
-def device_free(weights: Any, size: int | None = None) -> int:
-    """Returns the bytes of the device's memory that are free beside a model's weights, which are loaded.
+def device_free(weights: Any, size: int | None = None, *, count: int = 1) -> int:
+    """Returns the bytes of the memory of `count` devices that are free beside a model's weights, which are loaded.
 
     Args:
-        size: bytes of the memory; None: what the device reports, on a CPU the machine's free memory.
+        size: bytes of a device's memory; None: what the device reports, on a CPU the machine's free memory, which all share.
     """
     if size is not None:
-        return size - sum(x.nbytes for x in jax.tree.leaves(weights) if x.sharding.memory_kind != PINNED)
+        return count * size - sum(x.nbytes for x in jax.tree.leaves(weights) if x.sharding.memory_kind != PINNED)
     stats = device().memory_stats() or {}
-    return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else host_free()
+    return count * (stats["bytes_limit"] - stats["bytes_in_use"]) if "bytes_limit" in stats else host_free()
 
 
 def check_room(what: str, need: int, *, advice: str, limit: int | None = None) -> None:

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax.cache.pool import host_pool
+from icejax.cache.pool import allocation
 from icejax.cache.pool.extents import table_for
 from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import CachePolicy, KVCache
@@ -152,7 +152,7 @@ class StoredSession:
             pool = table = None
             if plan.pooled:
                 count, table = table_for(plan.extents(about.first)[None])
-                pool = host_pool.allocate(*plan.pool_sizes(count), limit=host_memory_limit)
+                pool = allocation.allocate(*plan.pool_sizes(count), limit=host_memory_limit)
                 for (name, _), extent in zip(saved_extents(about.pages), table[0], strict=False):
                     pool = pages_in(pool, extent, name, file.read)
         # No aliasing: on CPU an array over numpy's memory could not be written in place.

@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 
-from icejax.cache.pool import host_pool, page_format
+from icejax.cache.pool import allocation, host_pool, page_format
 from icejax.checks.errors import InputError
 from icejax.runtime import devices
 from icejax.runtime.host_reads import choose
@@ -150,7 +150,7 @@ def test_rows_that_have_ended_fetch_nothing(ended, singly):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_writes_land_in_place_and_nowhere_else(dtype):
-    pool = host_pool.allocate(SHAPE, dtype)
+    pool = allocation.allocate(SHAPE, dtype)
     assert pool.sharding.memory_kind == "pinned_host"
     address = pool.unsafe_buffer_pointer()
     layer, run_pages = bits((96, 1, ROWS, *SHAPE[3:]), dtype), bits((3, SHAPE[1], ROWS, *SHAPE[3:]), dtype)
@@ -176,7 +176,7 @@ def test_writes_land_in_place_and_nowhere_else(dtype):
 @pytest.mark.parametrize("backend", [IN_USE, *REST])
 def test_codes_go_where_their_pages_go(backend):
     """Into extents, out of them, and by page to the device; pages keep their bits beside them."""
-    rng, pool = np.random.default_rng(0), host_pool.allocate(SHAPE, "bfloat16", 24)
+    rng, pool = np.random.default_rng(0), allocation.allocate(SHAPE, "bfloat16", 24)
     assert page_format.pool_bytes(pool) == np.prod(SHAPE) * 2 + np.prod(SHAPE[:4]) * 24
     pages = jnp.asarray(rng.standard_normal((96, 1, ROWS, *SHAPE[3:])), jnp.bfloat16)
     codes = rng.integers(0, 256, (96, 1, ROWS, SHAPE[3], 1, 1, 24)).astype(np.uint8)
@@ -225,9 +225,9 @@ def test_a_wrong_or_failing_backend_is_passed_over_and_told(monkeypatch, caplog)
 def test_too_large_a_pool_is_refused_with_need_and_supply(monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 3 * 2**30})())
     with pytest.raises(InputError, match=r"needs 4\.0 GiB of host memory and 3\.0 GiB is free: use a shorter prompt"):
-        host_pool.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
+        allocation.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
     with pytest.raises(InputError, match=r"needs 4\.0 GiB of host memory and the limit is 2\.5 GiB: use a shorter prompt"):
-        host_pool.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32", limit=5 * 2**29)
+        allocation.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32", limit=5 * 2**29)
 
 
 def test_pinned_limit_is_three_quarters_of_memory_unless_set(monkeypatch):
@@ -249,10 +249,10 @@ def test_pinned_limit_is_three_quarters_of_memory_unless_set(monkeypatch):
             rf"needs 4\.0 GiB of pinned memory{pinned}, but XLA may pin at most 3 GiB: set {devices.PINNED_LIMIT}=12 before"
         )
         with pytest.raises(InputError, match=message):
-            host_pool.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
+            allocation.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
     monkeypatch.setenv(devices.PINNED_LIMIT, "much")
     with pytest.raises(InputError, match="XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB must be a whole number of GiB, got 'much'"):
-        host_pool.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
+        allocation.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
 
 
 @pytest.mark.parametrize(
@@ -262,4 +262,4 @@ def test_pinned_limit_is_three_quarters_of_memory_unless_set(monkeypatch):
 def test_byte_pool_has_no_size_a_kernel_cannot_address(dtype, pages, expected):
     """Byte offsets between 2 and 4 GiB would not fit the 32 bits that Pallas uses for them."""
     shape = (pages, 1, 1, 1, 2, 18, 128)
-    assert host_pool._addressable(shape, np.dtype(dtype)) == (expected, *shape[1:])
+    assert allocation._addressable(shape, np.dtype(dtype)) == (expected, *shape[1:])

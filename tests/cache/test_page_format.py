@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache.pool import host_pool, page_format
+from icejax.cache.pool import allocation, host_pool, page_format
 from icejax.cache.registry import Clustered
 from icejax.runtime.host_reads import choose
 from tests.helpers.documents import document
@@ -22,7 +22,7 @@ def test_int8_pages_are_within_half_a_step(dtype):
     values = rng.standard_normal(SHAPE) * 10.0 ** rng.integers(-3, 3, (1, 1, 1, 1, 1, 1, 24))
     values[2] = 0
     pages = jnp.asarray(values, dtype)
-    pool = host_pool.allocate((1, 2, host_pool.EXTENT, 3, 2, page_format.page_rows(16, "int8"), 24), "int8")
+    pool = allocation.allocate((1, 2, host_pool.EXTENT, 3, 2, page_format.page_rows(16, "int8"), 24), "int8")
     assert pool.dtype == np.uint8
     pool = host_pool.write_pages(pool, pages, TABLE, 0)
     assert pool.shape[-2:] == (18, 24)

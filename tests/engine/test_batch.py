@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache.pool import host_pool
+from icejax.cache.pool import allocation
 from icejax.cache.pool.extents import Extents
 from icejax.cache.registry import Clustered, Coded, Full, OmniKV, Packed, ParisKV, PQCache, Quest, RetroInfer, SnapKV, Streaming
 from icejax.checks.errors import InputError
@@ -66,7 +66,7 @@ class Batch:
         self.model, self.plan = model, make_plan(model, policy, batch_size=rows, prompt_tokens=longest, new_tokens=new)
         self.row_plan = replace(self.plan, spec=replace(self.plan.spec, batch_size=1))
         self.state, self.programs, self.extents = empty_batch(self.plan), DecodePrograms(model, self.plan), Extents(extents)
-        self.pool = host_pool.allocate(*self.plan.pool_sizes(extents)) if self.plan.pooled else None
+        self.pool = allocation.allocate(*self.plan.pool_sizes(extents)) if self.plan.pooled else None
         self.logits: dict[int, list[np.ndarray]] = {}
 
     def prefill(self, prompt, **options):

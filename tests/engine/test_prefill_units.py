@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from icejax.cache.pool import host_pool
+from icejax.cache.pool import allocation
 from icejax.cache.pool.host_pool import Pool
 from icejax.cache.pool.page_format import without_codes
 from icejax.cache.protocol import CachePolicy
@@ -54,7 +54,7 @@ def both(
     """Returns the plan, and the state, the step and the pool of a whole prefill and of one in units."""
     plan = plan_for(model, policy, [PROMPT], 40)
     whole = prefill(model, [PROMPT], plan, sampling=[sampling], draws=[(3, 1)])
-    empty = None if whole[2] is None else host_pool.allocate(*plan.pool_sizes(len(without_codes(whole[2]))))
+    empty = None if whole[2] is None else allocation.allocate(*plan.pool_sizes(len(without_codes(whole[2]))))
     table = None if empty is None else np.asarray(whole[0].cache.table)
     return plan, [whole, in_units(model, plan, empty, table, sampling=sampling)]
 
@@ -153,7 +153,7 @@ def test_nothing_comes_from_padding_in_units(tmp_path, policy):
         pool, table = None, None
         if plan.pooled:
             table = 1 + np.arange(plan.extents(300).size, dtype=np.int32)[None]
-            pool = host_pool.allocate(*plan.pool_sizes(1 + table.size))
+            pool = allocation.allocate(*plan.pool_sizes(1 + table.size))
         runs.append(in_units(model, plan, pool, table, prompt))
     assert_equal(runs[1][0], runs[0][0])
     np.testing.assert_array_equal(pages(runs[1][2]), pages(runs[0][2]))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax.cache.pool import host_pool
+from icejax.cache.pool import allocation, host_pool
 from icejax.cache.pool.extents import extents_for
 from icejax.cache.pool.page_format import without_codes
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, View
@@ -150,7 +150,7 @@ class Layer:
             whole = without_codes(pages)
             count, shape = (len(whole), whole.shape[2:]) if len(whole) else (PROMPT // policy.page_size, (KV_HEADS, 0, 0, 0))
             self.table = jnp.asarray(table)
-            self.pool = host_pool.allocate((table.size, 1, host_pool.EXTENT, *shape), "float32", policy.pool(self.spec).codes)
+            self.pool = allocation.allocate((table.size, 1, host_pool.EXTENT, *shape), "float32", policy.pool(self.spec).codes)
             self.pool = host_pool.write_pages(self.pool, of_one_layer(pages), self.table, 0)
             self.lengths = replace(self.lengths, next_page=jnp.int32(count))
         self.programs = programs(policy, softcap)

@@ -47,6 +47,7 @@ class AdaKV(SnapKV):
     """
 
     floor: float = 0.2
+    by_head = False  # the heads of a layer compete
 
     def __post_init__(self) -> None:
         super().__post_init__()

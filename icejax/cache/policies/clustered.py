@@ -59,6 +59,7 @@ class Clustered(LookedPages):
     score: Score = "second-order"
     resident: bool = False
     reuse: int = 1
+    by_head = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

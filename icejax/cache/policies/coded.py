@@ -50,6 +50,7 @@ class Coded(DigestPages):
     singly: bool = True
     score: Score = "second-order"
     resident: bool = False
+    by_head = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

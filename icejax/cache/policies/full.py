@@ -49,6 +49,7 @@ class Full(AllTokens):
     """
 
     movable: bool = False
+    by_head = True
 
     def init(self, spec: CacheSpec) -> TokenState:
         state = super().init(spec)
@@ -77,6 +78,7 @@ class Ring(CachePolicy):
     """The newest `window` tokens in a ring, attended exactly: a sliding-window layer never attends to more."""
 
     window: int
+    by_head = True
 
     def init(self, spec: CacheSpec) -> TokenState:
         return empty_slots(spec, min(self.window, spec.capacity))

@@ -58,6 +58,7 @@ class OmniKV(Full):
 
     budget: int = 256
     generated: int = 512
+    by_head = False  # all heads attend to the same tokens
     first: int | None = None
     every: int = 8
     wait: int = 1

@@ -48,6 +48,7 @@ class RocketKV(SnapKV):
     pooling: Pooling = "max"
     group: ScoreGroup = "sum"
     kept: int | None = None
+    by_head = False  # not tested
 
     def __post_init__(self) -> None:
         super().__post_init__()

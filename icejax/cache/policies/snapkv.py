@@ -47,6 +47,7 @@ class SnapKV(Eviction):
     kernel: int = 5
     pooling: Pooling = "avg"
     group: ScoreGroup = "mean"
+    by_head = True
 
     def __post_init__(self) -> None:
         integer("window", self.window, most=2**20)

@@ -14,13 +14,10 @@ with it, because XLA:GPU copies a pool that one program both reads and writes.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
@@ -30,15 +27,15 @@ from icejax.cache.pool.page_format import (
     PagesWithCodes,
     decode_pages,
     encode_pages,
-    pool_bytes,
-    pool_shapes,
     without_codes,
 )
 from icejax.runtime import devices
 from icejax.runtime.host_reads.backends import BACKENDS, MASKED_BACKENDS
+from icejax.runtime.mesh import WHOLE, Mesh, cut, on_mesh
 
 EXTENT = 64  # pages
 MISSING = 32  # pages read at a time by `fetch_missing`
+BY_HEAD = cut(3)  # of the pool [E, L, 64, K, ...], and of new pages [M, l, B, K, ...]
 Pool = UInt[Array, "E L 64 K planes rows W"] | PagesWithCodes | NoPages
 Extent = UInt[Array, "L 64 K planes rows W"] | PagesWithCodes | NoPages
 NewPages = Float[Array, "M l B K planes p W"] | PagesWithCodes | NoPages
@@ -200,47 +197,7 @@ class PoolLayer:
         return self.pages.reshape(-1, *self.pages.shape[4:]), rows.reshape(-1)
 
 
-def allocate(shape: tuple[int, ...], dtype: str, codes: int = 0, *, limit: int | None = None) -> Pool:
-    """Returns an empty pool of `shape` [E, L, 64, K, planes, rows, W] for pages of `dtype`: the model's, or "int8".
-
-    Args:
-        codes: bytes of a page's codes; 0: pages have none.
-        limit: the most bytes of host memory to take; None: all free memory.
-
-    Raises:
-        InputError: the machine has too little free memory, or XLA may not pin that much.
-    """
-    arrays, platform = pool_shapes(shape, dtype, codes), devices.platform()
-    if platform == "gpu":
-        arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(_addressable(x.shape, x.dtype), x.dtype), arrays)
-    advice = (
-        "use a shorter prompt, fewer new tokens, a smaller batch (in a session a smaller context length), a 16-bit --dtype "
-        "or (clustered caches, not on TPU) --cache-option page_dtype=int8"
-    )
-    devices.check_room("the cache needs", pool_bytes(arrays), advice=advice, limit=limit)
-    if platform == "cpu":  # later programs cannot write in place to an array over NumPy's memory
-        return jax.tree.map(lambda x: _zeros(x.shape, x.dtype)(), arrays)
-    return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), devices.host_sharding()), arrays)
-
-
-@functools.lru_cache(maxsize=16)  # a function made anew would be compiled anew
-def _zeros(shape: tuple[int, ...], bits: np.dtype) -> Callable[[], jax.Array]:
-    return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), devices.HOST), out_shardings=devices.host_sharding())
-
-
-def _addressable(shape: tuple[int, ...], bits: np.dtype) -> tuple[int, ...]:
-    """Returns `shape`, with more extents for a pool of bytes between 2 and 4 GiB, whose kernel offsets would overflow.
-
-    Pallas takes 32 bits for the offsets in an array of up to 4 GiB and counts them in elements: too few for 2 GiB of bytes.
-    The added extents take the pool over 4 GiB.
-    """
-    extent = math.prod(shape[1:]) * bits.itemsize
-    if bits.itemsize > 1 or not 2**31 < shape[0] * extent <= 2**32:
-        return shape
-    return (2**32 // extent + 1, *shape[1:])
-
-
-@functools.partial(jax.jit, static_argnames="together", donate_argnums=0)
+@functools.partial(jax.jit, static_argnames=("together", "mesh"), donate_argnums=0)
 def write_pages(
     pool: Pool,
     pages: NewPages,
@@ -249,6 +206,7 @@ def write_pages(
     layer: Int[Array, ""] | int = 0,
     *,
     together: int = 1,
+    mesh: Mesh | None = None,
 ) -> Pool:
     """Returns the pool with M new pages of every row, and their codes, from page `first` on, for the l layers from `layer` on.
 
@@ -257,9 +215,10 @@ def write_pages(
     Args:
         table: the extents of each row.
         together: pages of a piece; divides `first`, M and 64.
+        mesh: the devices that each have the pages of their KV heads; None: one device.
     """
 
-    def written(pool: jax.Array, pages: jax.Array) -> jax.Array:
+    def written(pool: jax.Array, pages: jax.Array, table: Table, first: jax.Array | int, layer: jax.Array | int) -> jax.Array:
         count, layers, batch = pages.shape[:3]
         bits = encode_pages(pages, pool.dtype)
 
@@ -274,7 +233,10 @@ def write_pages(
         flat = pool.reshape(-1, *pool.shape[3:])
         return lax.fori_loop(0, count // together * layers * batch, write, flat).reshape(pool.shape)
 
-    return jax.tree.map(written, pool, pages)
+    def all_written(pool: Pool, pages: NewPages, *places: jax.Array | int) -> Pool:
+        return jax.tree.map(lambda x, y: written(x, y, *places), pool, pages)
+
+    return on_mesh(mesh, all_written, (pool, pages, table, first, layer), (BY_HEAD, BY_HEAD, WHOLE, WHOLE, WHOLE), BY_HEAD)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

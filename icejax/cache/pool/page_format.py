@@ -51,7 +51,7 @@ def bits_dtype(dtype: str) -> np.dtype:
 
 
 def pool_shapes(shape: tuple[int, ...], dtype: str, codes: int = 0) -> Any:
-    """Returns the shapes and bit patterns of the arrays of a pool, from what `host_pool.allocate` takes; () without planes."""
+    """Returns the shapes and bit patterns of the arrays of a pool, from what `allocation.allocate` takes; () without planes."""
     if not shape[4]:
         return ()
     pages = jax.ShapeDtypeStruct(shape, bits_dtype(dtype))

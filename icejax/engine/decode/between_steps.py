@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from icejax.cache.pool import host_pool
 from icejax.cache.pool.host_pool import NewPages, Pool
 from icejax.cache.pool.page_format import without_codes
 from icejax.cache.protocol import KVCache, View
 from icejax.engine.plan import Plan
+from icejax.runtime.mesh import WHOLE, on_mesh, result_cuts
 
 
 def _flushed_pages(cache: KVCache, plan: Plan) -> list[tuple[Any, Any]]:
@@ -48,13 +50,11 @@ def between_steps(plan: Plan):
     donate the cache.
     """
 
-    @jax.jit
-    def flush(cache: KVCache) -> tuple[NewPages, list, jax.Array]:
+    def leaving(cache: KVCache) -> tuple[NewPages, list, jax.Array]:
         pages, updates = zip(*_flushed_pages(cache, plan), strict=True)
         return jax.tree.map(lambda *x: jnp.stack(x)[None], *pages), list(updates), cache.lengths.next_page
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def flushed(cache: KVCache, updates: list) -> KVCache:
+    def updated(cache: KVCache, updates: list) -> KVCache:
         states = list(cache.layers)
         for i, update in zip(plan.pooled, updates, strict=True):
             states[i] = plan.policies[i].after_flush(states[i], update, cache.lengths)
@@ -63,8 +63,7 @@ def between_steps(plan: Plan):
         next_page = jnp.where(next_page < plan.pool.pages, next_page, plan.prompt_pages)
         return KVCache(tuple(states), dataclasses.replace(cache.lengths, next_page=next_page), cache.table)
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def compact(cache: KVCache, pool: Pool) -> tuple[KVCache, NewPages, jax.Array]:
+    def packed_anew(cache: KVCache, pool: Pool) -> tuple[KVCache, NewPages, jax.Array]:
         states, packed, shared = list(cache.layers), [], None
         count = plan.compact_every // plan.page_size
         # Where the ring has just wrapped, the newest pages are the last ones of the pool.
@@ -76,5 +75,19 @@ def between_steps(plan: Plan):
             states[i], shared = outcome.state, outcome.shared or shared
             packed.append(outcome.pages)
         return KVCache(tuple(states), cache.lengths, cache.table), jax.tree.map(lambda *x: jnp.stack(x, axis=1), *packed), first
+
+    @jax.jit
+    def flush(cache: KVCache) -> tuple[NewPages, list, jax.Array]:
+        return on_mesh(plan.mesh, leaving, (cache,), (plan.cuts,))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def flushed(cache: KVCache, updates: list) -> KVCache:
+        of_updates = WHOLE if plan.mesh is None else result_cuts(plan.mesh, leaving, (cache,), (plan.cuts,))[1]
+        return on_mesh(plan.mesh, updated, (cache, updates), (plan.cuts, of_updates), plan.cuts)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def compact(cache: KVCache, pool: Pool) -> tuple[KVCache, NewPages, jax.Array]:
+        cuts = plan.cuts, host_pool.BY_HEAD
+        return on_mesh(plan.mesh, packed_anew, (cache, pool), cuts, (*cuts, WHOLE))
 
     return flush, flushed, compact

@@ -17,7 +17,9 @@ from jax import lax
 from icejax.engine.buckets import bucket
 from icejax.engine.layers import run_exact, run_layers
 from icejax.models.decoder import CausalLM, DecoderLayer
+from icejax.models.sharding import module_cuts
 from icejax.ops.experts.offloaded_experts import is_offloaded, with_experts_on_device
+from icejax.runtime.mesh import WHOLE, on_mesh
 
 
 def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
@@ -54,4 +56,5 @@ def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
 
 @functools.partial(jax.jit, donate_argnames="x")
 def _output(layer: DecoderLayer, x: jax.Array, lengths: jax.Array):
-    return *run_exact(layer, x, lengths), None
+    arrays, cuts = (layer, x, lengths), (module_cuts(layer), WHOLE, WHOLE)
+    return on_mesh(layer.mesh, run_exact, arrays, cuts, WHOLE) + (None,)

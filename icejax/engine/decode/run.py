@@ -26,6 +26,7 @@ from icejax.engine.response import RunReport
 from icejax.engine.sampling import row_keys
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
+from icejax.runtime.mesh import size as mesh_size
 
 
 @dataclass
@@ -175,6 +176,6 @@ def constants(model: CausalLM, plan: Plan, policy: CachePolicy, cache: KVCache, 
     item = jnp.dtype(model.dtype).itemsize
     return RunConstants(
         report=report,
-        token_bytes=sum(spec.num_kv_heads * sum(spec.planes) for spec in specs) * item,
+        token_bytes=sum(spec.num_kv_heads * sum(spec.planes) for spec in specs) * item * mesh_size(plan.mesh),
         expert_bytes=max(0 if layer.experts is None else layer.experts.bytes_from_host for layer in model.model.layers),
     )

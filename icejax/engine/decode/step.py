@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,9 @@ from icejax.engine.penalties import RowPenalties
 from icejax.engine.plan import Plan
 from icejax.engine.sampling import RowSampling, choose, fold_in
 from icejax.models.decoder import CausalLM
-from icejax.runtime import compiler_options, devices
+from icejax.models.sharding import module_cuts
+from icejax.runtime import compiler_options
+from icejax.runtime.mesh import WHOLE, Mesh, on_mesh, total
 
 
 @jax.tree_util.register_dataclass
@@ -82,11 +84,16 @@ class Step:
         """Returns a step of `count` rows in the form of this one, with zeros, for `with_row` to fill."""
         counters = jnp.zeros((len(self.counters), count), jnp.int32)
         logits = jnp.zeros((count, self.logits.shape[1]), self.logits.dtype)
-        return jax.device_put(Step(counters, logits), devices.device())
+        return jax.device_put(Step(counters, logits), self.logits.sharding)
 
     def with_row(self, at: int, row: Step) -> Step:
         """Returns the step with the results of `row`, a step of one row, at the place `at`."""
         return Step(self.counters.at[:, at].set(row.counters[:, 0]), self.logits.at[at].set(row.logits[0]))
+
+
+def decode_cuts(plan: Plan) -> DecodeState:
+    """Returns how the arrays of a state are cut for the plan's mesh."""
+    return DecodeState(plan.cuts, *(WHOLE,) * 6)
 
 
 def choose_next(logits: jax.Array, state: DecodeState, plan: Plan, *, allowed: jax.Array | None = None) -> DecodeState:
@@ -135,11 +142,12 @@ class DecodePrograms:
         self.clock += 1
         if self.plan.page_size and self.clock % self.plan.page_size == 0:
             pages, updates, first = flush(state.cache)
-            pool = host_pool.write_pages(pool, pages, state.cache.table, first)
+            pool = host_pool.write_pages(pool, pages, state.cache.table, first, mesh=self.plan.mesh)
             state = dataclasses.replace(state, cache=flushed(state.cache, updates))
         if self.plan.compact_every and self.clock % self.plan.compact_every == 0:
             cache, pages, first = compact(state.cache, pool)
-            state, pool = dataclasses.replace(state, cache=cache), host_pool.write_pages(pool, pages, cache.table, first)
+            state = dataclasses.replace(state, cache=cache)
+            pool = host_pool.write_pages(pool, pages, cache.table, first, mesh=self.plan.mesh)
         return state, results, pool
 
 
@@ -215,12 +223,17 @@ def end_programs(tree: jax.tree_util.PyTreeDef, plan: Plan) -> tuple[Callable, C
         cache = dataclasses.replace(state.cache, lengths=dataclasses.replace(lengths, clock=lengths.clock + 1))
         state = choose_next(logits, dataclasses.replace(state, cache=cache), plan)
         batch = len(state.last_tokens)
-        pages = sum((x.pages for x in counts if x.pages is not None), jnp.zeros((3, batch), jnp.int32))
+        pages = _sum([x.pages for x in counts if x.pages is not None], (3, batch), plan.mesh)
         experts = sum((x.experts for x in counts if x.experts is not None), jnp.zeros((2, batch), jnp.int32))
         estimates = _mean_estimates([x.estimates for x in counts if x.estimates is not None], batch)
         return state, Step(pack(state.last_tokens, pages, experts, estimates), logits)
 
     return begin, finish
+
+
+def _sum(counts: list[jax.Array], shape: tuple[int, int], mesh: Mesh | None) -> Int[Array, "n B"]:
+    """Returns the sum of counts over layers and devices, whose KV heads count for themselves; 0 without counts."""
+    return total(mesh, sum(counts)) if counts else jnp.zeros(shape, jnp.int32)
 
 
 def _mean_estimates(estimates: list[jax.Array], batch: int) -> Int[Array, "2 B"]:
@@ -262,6 +275,11 @@ def step_program(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan)
         jax.jit, donate_argnums=1, keep_unused=True, compiler_options=compiler_options.OPTIONS.get(plan.platform)
     )
     def step(leaves: list[jax.Array], state: DecodeState, pool: Pool | None) -> tuple[DecodeState, Step]:
-        return StepParts.of(nnx.merge(graph, jax.tree.unflatten(tree, leaves)), plan).run(state, pool)
+        def run(weights: Any, state: DecodeState, pool: Pool | None) -> tuple[DecodeState, Step]:
+            return StepParts.of(nnx.merge(graph, weights), plan).run(state, pool)
+
+        weights, cuts = jax.tree.unflatten(tree, leaves), decode_cuts(plan)
+        arrays = weights, state, pool
+        return on_mesh(plan.mesh, run, arrays, (module_cuts(weights), cuts, host_pool.BY_HEAD), (cuts, WHOLE))
 
     return step

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from icejax.cache.pool import host_pool
+from icejax.cache.pool import allocation
 from icejax.cache.pool.extents import Extents
 from icejax.cache.pool.page_format import pool_shapes
 from icejax.cache.protocol import CachePolicy
@@ -41,6 +41,7 @@ from icejax.engine.serving.scheduler import Scheduler, Ticket, Work
 from icejax.engine.serving.start import RowStart
 from icejax.engine.snapshot.fingerprint import check_registered, fingerprint, weights_sum
 from icejax.models.decoder import CausalLM
+from icejax.models.sharding import check_one_device
 
 LOG = logging.getLogger(__name__)
 UNIT_S = 0.2  # seconds, beside half a step, that units of prefill may delay the rows that decode
@@ -91,9 +92,10 @@ class Core:
         self._progress, self._watch = progress, watch
         prefix_extents, prefix_bytes = divided(self.plan, sizes.prefix_memory)
         if sizes.samples:
+            check_one_device(model.mesh, "a prompt with several answers")
             prefix_bytes = max(prefix_bytes, SAMPLES_BYTES)
-        if prefix_bytes and model.config.short_context is not None:
-            LOG.info("no prefix is stored: LongRoPE's keys change with a text's length")
+        if prefix_bytes and (model.config.short_context is not None or model.mesh is not None):
+            LOG.info("no prefix is stored: LongRoPE's keys change with a text's length, or the model is on several devices")
             prefix_extents = prefix_bytes = 0
         self.pool, extents, rows_pool = None, None, None
         if self.plan.pooled:
@@ -101,7 +103,7 @@ class Core:
             count = sum(int(self.plan.extents(prompt).sum()) for prompt in sizes.prompts) + has_scratch
             rows_pool = pool_shapes(*self.plan.pool_sizes(count))
             count += prefix_extents
-            self.pool = host_pool.allocate(*self.plan.pool_sizes(count), limit=host_memory_limit)
+            self.pool = allocation.allocate(*self.plan.pool_sizes(count), limit=host_memory_limit, mesh=self.plan.mesh)
             extents = Extents(count, nobodys=has_scratch)
         shapes = jax.eval_shape(lambda: batch.empty_batch(self.plan))
         self.constants = constants(model, self.plan, policy, shapes.cache, rows_pool)

@@ -37,6 +37,7 @@ from icejax.engine.snapshot.row_arrays import pages_in, saved_extents
 from icejax.engine.units.job import PrefillJob
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
+from icejax.runtime.mesh import home
 
 LOG = logging.getLogger(__name__)
 
@@ -208,7 +209,7 @@ class RowStart:
         if not self._plan.pooled:
             return state
         # Committed to the device as the results of a step are, or the step would compile twice.
-        next_page = jax.device_put(jnp.int32(page), devices.device())
+        next_page = jax.device_put(jnp.int32(page), home(self._plan.mesh))
         lengths = dataclasses.replace(state.cache.lengths, next_page=next_page)
         return dataclasses.replace(state, cache=dataclasses.replace(state.cache, lengths=lengths))
 

@@ -33,7 +33,7 @@ from icejax.engine.units import programs
 from icejax.engine.units.sizes import UnitSizes, unit_sizes
 from icejax.models.decoder import CausalLM
 from icejax.ops.experts.offloaded_experts import with_experts_on_device
-from icejax.runtime import devices
+from icejax.runtime.mesh import home
 
 LOG = logging.getLogger(__name__)
 
@@ -135,7 +135,8 @@ class PrefillJob:
             if outcome.pages is not None:
                 yield results
                 results = ()
-                self._pool = write_layer(self._pool, outcome.pages, self._table, plan.pooled.index(number))
+                layer_number = plan.pooled.index(number)
+                self._pool = write_layer(self._pool, outcome.pages, self._table, layer_number, mesh=plan.mesh)
             self._states.append(outcome.state)
             shared = outcome.shared or shared
             del outcome
@@ -144,7 +145,7 @@ class PrefillJob:
 
     def _embedded(self) -> Float[Array, "1 T D"]:
         """Returns the first layer's input, committed to the device, as the output of a layer with experts from the host is."""
-        return jax.device_put(embed(self._model, jnp.asarray(self._padded)), devices.device())
+        return jax.device_put(embed(self._model, jnp.asarray(self._padded)), home(self._plan.mesh))
 
     def _pack(
         self, number: int, layer_arrays: tuple, shared: Shared | None, results: Any, spec: CacheSpec

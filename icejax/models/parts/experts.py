@@ -15,6 +15,7 @@ from icejax.ops.experts.mixture import ExpertWeights, mix_experts
 from icejax.ops.experts.offloaded_experts import OffloadedExperts
 from icejax.ops.quantized.products import product
 from icejax.ops.topk import best
+from icejax.runtime.mesh import Mesh, total
 
 
 class Router(nnx.Module):
@@ -75,15 +76,15 @@ class ExpertStack(nnx.Module):
 
     def __init__(self, features: int, experts: Experts, *, dtype: str) -> None:
         self.form = experts.form
+        self.summed_over: Mesh | None = None  # as of a `Linear`: each device has a part of every expert's inner channels
         matrices = functools.partial(Matrices, experts.count, bias=self.form.biased, dtype=dtype)
         self.gate_proj, self.up_proj = (matrices(experts.size, features) for _ in range(2))
         self.down_proj = matrices(features, experts.size)
 
     def __call__(self, x: Float[Array, "T D"], ids: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T D"]:
         biases = (part.bias[...] for part in self._parts if self.form.biased)
-        return mix_experts(
-            x, ExpertWeights(*(part.weight.get_value() for part in self._parts), *biases), ids, weights, form=self.form
-        )
+        matrices = ExpertWeights(*(part.weight.get_value() for part in self._parts), *biases)
+        return total(self.summed_over, mix_experts(x, matrices, ids, weights, form=self.form))
 
     @property
     def _parts(self) -> tuple[Matrices, ...]:

@@ -10,19 +10,25 @@ from jaxtyping import Array, Float
 
 from icejax.config import ModelConfig
 from icejax.ops.quantized.products import product
+from icejax.runtime.mesh import Mesh, total
 
 
 class Linear(nnx.Module):
-    """y = x W^T + b, with W [O, I] dense or quantized (`ops.quantized.products.Grouped`)."""
+    """y = x W^T + b, with W [O, I] dense or quantized (`ops.quantized.products.Grouped`).
+
+    Attributes:
+        summed_over: the mesh whose devices each have a part of the input channels; None: a device has all.
+    """
 
     def __init__(self, features_in: int, features_out: int, *, bias: bool, dtype: str) -> None:
         self.weight = nnx.Param(jnp.zeros((features_out, features_in), dtype))
         if bias:
             self.bias = nnx.Param(jnp.zeros((features_out,), dtype))
         self.has_bias = bias
+        self.summed_over: Mesh | None = None
 
     def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
-        y = product(x, self.weight.get_value()).astype(x.dtype)
+        y = total(self.summed_over, product(x, self.weight.get_value())).astype(x.dtype)
         return y + self.bias[...][None, None, :] if self.has_bias else y
 
 

@@ -1,0 +1,28 @@
+"""How the arrays of a cache are cut for the devices of a mesh: along the axis of their KV heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from icejax.cache.protocol import CachePolicy
+from icejax.cache.sizes import CacheSpec
+from icejax.runtime.mesh import WHOLE, Mesh, cut, cuts_between
+
+PAGES = cut(2)  # of the new pages of a layer [P', B, K, ...]
+ORDER = cut(1)  # of the order of a layer's tokens in pages [B, K, T]
+
+
+def state_cuts(policy: CachePolicy, spec: CacheSpec, mesh: Mesh | None) -> Any:
+    """Returns the cuts of a layer's state; `spec` has the sizes of one device's share.
+
+    An array whose first axis is rows times KV heads holds the rows of the first device, then those of the second: only
+    programs on the mesh may read it.
+    """
+    if mesh is None:
+        return WHOLE
+    heads = dict(num_heads=spec.num_heads * mesh.heads, num_kv_heads=spec.num_kv_heads * mesh.heads)
+    wholes, shares = (jax.eval_shape(lambda sizes=sizes: policy.init(sizes)) for sizes in (replace(spec, **heads), spec))
+    return cuts_between(wholes, shares)

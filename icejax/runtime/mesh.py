@@ -1,0 +1,140 @@
+"""One model over several devices: each has a share of the KV heads, and runs the programs of one device on its share.
+
+`on_mesh` runs a function of arrays in `jax.shard_map`, so that models and cache policies see the arrays of one device alone.
+The only collectives are the sums behind the projections whose inputs are cut (`total`). No other module names the mesh's axis.
+
+Example: 8 KV heads and 32 query heads on 4 devices. Device 1 has the KV heads 2 and 3, the query heads 8 to 15 that read them,
+a quarter of the inner channels of every MLP, and a quarter of the pool, which holds the pages of these KV heads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from icejax.checks.errors import InputError, quoted
+from icejax.checks.numbers import integer
+from icejax.runtime import devices
+
+AXIS = "heads"
+WHOLE = PartitionSpec()  # of an array that every device has whole, or that differs from device to device and never leaves them
+
+
+def cut(axis: int) -> PartitionSpec:
+    """Returns the cut of an array along one axis."""
+    return PartitionSpec(*(None,) * axis, AXIS)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The first devices of the platform, in a row.
+
+    Attributes:
+        heads: number of devices, which share the KV heads.
+    """
+
+    heads: int
+
+    @property
+    def devices(self) -> jax.sharding.Mesh:
+        """The mesh as JAX takes it."""
+        return _mesh(self.heads)
+
+    def sharding(self, array_cut: PartitionSpec = WHOLE, *, on_host: bool = False) -> NamedSharding:
+        """Returns the sharding of an array with a cut, on the devices or in host memory that programs read."""
+        return devices.cut_sharding(self.devices, array_cut, on_host=on_host)
+
+    def zeros_on_host(self, shape: tuple[int, ...], dtype: np.dtype, array_cut: PartitionSpec) -> jax.Array:
+        """Returns an array of zeros in host memory, of which no more than a device's share is made at a time."""
+        sharding = self.sharding(array_cut, on_host=True)
+        part = np.zeros(sharding.shard_shape(shape), dtype)
+        return jax.make_array_from_callback(shape, sharding, lambda _: part)
+
+
+@functools.cache
+def _mesh(count: int) -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(np.asarray(devices.first(count)), (AXIS,))
+
+
+def read_mesh(mesh: str | int | None) -> Mesh | None:
+    """Returns the mesh of `--mesh`, or of a number of devices; None for one device.
+
+    Raises:
+        InputError: it is not `heads=N`, or JAX has fewer devices.
+    """
+    if mesh is None:
+        return None
+    name, _, number = mesh.partition("=") if isinstance(mesh, str) else (AXIS, "", mesh)
+    if name != AXIS or not (isinstance(number, int) or number.isdecimal()):
+        raise InputError(f"mesh must be {AXIS}=N, for N devices that share the KV heads, got {quoted(mesh)}")
+    count, there = integer(f"mesh {AXIS}", int(number), most=2**16), len(devices.first())
+    if count > there:
+        advice = f"set XLA_FLAGS=--xla_force_host_platform_device_count={count}" if devices.platform() == "cpu" else "use fewer"
+        raise InputError(f"mesh {AXIS}={count} needs {count} devices and JAX finds {there}: {advice}")
+    return None if count == 1 else Mesh(count)
+
+
+def size(mesh: Mesh | None) -> int:
+    """Returns the number of devices."""
+    return 1 if mesh is None else mesh.heads
+
+
+def home(mesh: Mesh | None) -> jax.Device | NamedSharding:
+    """Returns where arrays that are not cut go: the device, or whole to every device of the mesh."""
+    return devices.device() if mesh is None else mesh.sharding()
+
+
+def total(mesh: Mesh | None, x: jax.Array) -> jax.Array:
+    """Returns the sum over the devices of a mesh, inside `on_mesh`; `x` on one device."""
+    if mesh is None:
+        return x
+    with jax.named_scope("total"):
+        return lax.psum(x, AXIS)
+
+
+def on_mesh(mesh: Mesh | None, function: Callable, arrays: tuple, cuts: tuple, results: Any = None) -> Any:
+    """Returns `function(*arrays)`, computed by every device of the mesh from its shares; on one device from the arrays.
+
+    Args:
+        function: takes shares and returns shares.
+        arrays: pytrees of arrays, under jit.
+        cuts: how the arrays are cut; a cut counts for the whole subtree at its place.
+        results: cuts of what the function returns. None: an array is cut along the axis in which a device's share differs from
+            what the function returns for the whole arrays, so it must not call `total`.
+    """
+    if mesh is None:
+        return function(*arrays)
+    results = result_cuts(mesh, function, arrays, cuts) if results is None else results
+    return jax.shard_map(function, mesh=mesh.devices, in_specs=cuts, out_specs=results, check_vma=False)(*arrays)
+
+
+def result_cuts(mesh: Mesh, function: Callable, arrays: tuple, cuts: tuple) -> Any:
+    """Returns the cuts of what `function` returns, by its shapes for the whole arrays and for the shares of one device."""
+    shapes = jax.eval_shape(lambda *x: x, *arrays)
+    shares = jax.tree.map(functools.partial(_share, mesh.heads), jax.tree.broadcast(cuts, shapes), shapes)
+    return cuts_between(jax.eval_shape(function, *shapes), jax.eval_shape(function, *shares))
+
+
+def cuts_between(wholes: Any, shares: Any) -> Any:
+    """Returns the cuts that make the `shares` of one device from whole arrays, from the shapes of both."""
+    return jax.tree.map(_cut_between, wholes, shares)
+
+
+def _cut_between(whole: jax.ShapeDtypeStruct, share: jax.ShapeDtypeStruct) -> PartitionSpec:
+    axes = [axis for axis, sizes in enumerate(zip(whole.shape, share.shape, strict=True)) if sizes[0] != sizes[1]]
+    if len(axes) > 1:
+        raise ValueError(f"a share of an array is cut along one axis, got {share.shape} of {whole.shape}")
+    return cut(axes[0]) if axes else WHOLE
+
+
+def _share(count: int, array_cut: PartitionSpec, whole: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    parts = (*array_cut, *(None,) * (len(whole.shape) - len(array_cut)))
+    shape = (size if part is None else size // count for size, part in zip(whole.shape, parts, strict=True))
+    return jax.ShapeDtypeStruct(tuple(shape), whole.dtype)

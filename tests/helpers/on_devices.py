@@ -1,0 +1,171 @@
+"""Decodes greedily on one device and on several, in a process with eight CPU devices: ``python -m tests.helpers.on_devices``.
+
+The arguments are cases (`CASES`); for each a JSON line says how the runs compare. Tests start it, because their own process has
+one device.
+"""
+
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+import icejax
+from icejax.cache.options import make_policy
+from icejax.checkpoint.load import abstract, load_model, read_config
+from icejax.engine.decode.step import DecodePrograms
+from icejax.engine.prefill import pool_for, prefill
+from icejax.engine.sampling import Sampling
+from icejax.engine.units.job import PrefillJob
+from icejax.engine.units.sizes import UnitSizes
+from tests.helpers.letters import Letters
+from tests.helpers.run import plan_for
+
+LLAMA = dict(
+    model_type="llama",
+    vocab_size=199,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=4096,
+    attention_bias=True,
+    tie_word_embeddings=False,
+)
+MISTRAL = {key: value for key, value in LLAMA.items() if key != "attention_bias"} | dict(
+    model_type="mistral", sliding_window=32
+)
+EXPERTS = {key: value for key, value in LLAMA.items() if key != "attention_bias"} | dict(
+    model_type="qwen3_moe",
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    mlp_only_layers=[1],
+)
+# The model, the cache, its options, and the number of devices.
+CASES = {
+    "full-2": (LLAMA, "full", {}, 2),
+    "full-4": (LLAMA, "full", {}, 4),
+    "full-8": (LLAMA, "full", {}, 8),
+    "sliding": (MISTRAL, "full", {}, 4),
+    "clustered": (LLAMA, "clustered", dict(budget=64, compact_every=32), 4),
+    "coded": (LLAMA | dict(num_hidden_layers=1), "coded", dict(budget=64), 2),
+    "snapkv": (LLAMA, "snapkv", dict(budget=64), 8),
+    "experts": (EXPERTS, "full", {}, 8),
+    "int4": (LLAMA, "full", {}, 2),
+}
+WEIGHTS = {"int4": dict(quantize="int4")}  # options of loading
+IN_UNITS = ("clustered", "sliding")  # cases whose first prompt is also prefilled in units
+COLLECTIVE = r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-[a-z]+|ragged-all-to-all)(-start)?\("
+LENGTHS, STEPS = (150, 77), 40  # of the prompts, and steps: two pages become full, and one round is compacted
+
+
+def checkpoint(raw: dict, folder: Path) -> Path:
+    """Writes a checkpoint of a config with random weights of standard deviation fan_in^-1/2, and random biases and norms."""
+    (folder / "config.json").write_text(json.dumps(raw))
+    rng, tensors = np.random.default_rng(0), {}
+    for key, shape in abstract(read_config(folder), "float32")[1].items():
+        scale = shape.shape[-1] ** -0.5 if len(shape.shape) > 1 else 0.1
+        centre = 1.0 if key.endswith("norm.weight") else 0.0
+        tensor = (centre + scale * rng.standard_normal(shape.shape)).astype(np.float32)
+        parts = enumerate(tensor) if ".experts." in key else ()
+        tensors |= {key.replace("experts.", f"experts.{i}."): part for i, part in parts} or {key: tensor}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def addresses(pool) -> list[int]:
+    """Returns where the shards of a pool are."""
+    return [shard.data.unsafe_buffer_pointer() for x in jax.tree.leaves(pool) for shard in x.addressable_shards]
+
+
+def prompts_of(lengths) -> list[list[int]]:
+    """Returns random prompts."""
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, 199, length).tolist() for length in lengths]
+
+
+def first_logits_in_units(model, policy) -> list:
+    """Returns the logits behind the first prompt, prefilled in units, and those of the first step behind it."""
+    [prompt] = prompts_of(LENGTHS[:1])
+    plan = plan_for(model, policy, [prompt], STEPS)
+    pool, table = pool_for([len(prompt)], plan, None)
+    job = PrefillJob(model, prompt, plan, table, sampling=Sampling(), draw=(0, 0), sizes=UnitSizes(64, 32))
+    while not job.done:
+        pool = job.advance(pool)
+    state, first = job.result()
+    return [first.logits, DecodePrograms(model, plan).step(state, pool)[1].logits]
+
+
+def answers(model) -> list[list[int]]:
+    """Returns the answers of an engine with two places to three prompts."""
+    sizes = dict(batch_size=2, context_length=256, max_new_tokens=16)
+    with icejax.Engine(model, Letters(), cache=icejax.Full(), **sizes) as engine:
+        handles = [
+            engine.submit(prompt, max_new_tokens=n) for prompt, n in zip(prompts_of((40, 90, 20)), (5, 16, 9), strict=True)
+        ]
+        return [list(handle.result().token_ids) for handle in handles]
+
+
+def decode(model, policy) -> dict:
+    """Returns the logits and counters of every step, whether the pool stayed in its place, and the step's collectives."""
+    prompts = prompts_of(LENGTHS)
+    plan = plan_for(model, policy, prompts, STEPS)
+    state, step, pool = prefill(model, prompts, plan)
+    decoding, steps, places = DecodePrograms(model, plan), [step], addresses(pool)
+    collectives = []
+    if model.mesh is not None:
+        hlo = decoding.programs.program.lower(decoding.programs.leaves, state, pool).compile().as_text()
+        lines = [line for line in hlo.splitlines() if re.search(COLLECTIVE, line)]
+        collectives = [re.search(r'op_name="([^"]*)"', line)[1] for line in lines]
+    for _ in range(STEPS - 1):
+        state, step, pool = decoding.step(state, pool)
+        steps.append(step)
+    return dict(
+        logits=np.stack([np.asarray(x.logits) for x in steps]),
+        counters=np.stack([np.asarray(x.counters) for x in steps]),
+        in_place=addresses(pool) == places,
+        collectives=collectives,
+    )
+
+
+def compared(name: str) -> dict:
+    """Returns how a model on several devices compares with the model on one."""
+    (raw, cache, options, devices), in_units = CASES[name], []
+    with tempfile.TemporaryDirectory() as folder:
+        path, policy = checkpoint(raw, Path(folder)), make_policy(cache, options)
+        models = [load_model(path, mesh=mesh, **WEIGHTS.get(name, {})) for mesh in (None, devices)]
+        one, several = (decode(model, policy) for model in models)
+        if name in IN_UNITS:
+            pairs = zip(*(first_logits_in_units(model, policy) for model in models), strict=True)
+            in_units = [float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in pairs]
+        same_answers = answers(models[0]) == answers(models[1]) if name == "full-4" else True
+    difference = np.abs(several["counters"] - one["counters"])
+    return dict(
+        error=max(float(np.abs(several["logits"] - one["logits"]).max()), *in_units, 0.0),
+        same_answers=same_answers,
+        same_tokens=not difference[:, 0].any(),
+        counts=difference[:, 1:].max((0, 2)).tolist(),
+        attended=int(one["counters"][:, 1].sum()),
+        in_place=several["in_place"],
+        collectives=several["collectives"],
+    )
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    for name in sys.argv[1:]:
+        print(json.dumps(dict(case=name) | compared(name)), flush=True)
