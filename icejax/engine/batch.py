@@ -34,17 +34,19 @@ def empty_batch(plan: Plan) -> DecodeState:
     zeros = jnp.zeros(batch, jnp.int32)
     lengths = Lengths.of(zeros, plan.prompt_pages)
     table = jnp.full((batch, extents_for(plan.pool.pages)), SCRATCH_EXTENT, jnp.int32) if plan.pooled else None
-    cache = KVCache(_empty_layers(plan), lengths, table)
-    state = DecodeState(cache, zeros, zeros == 0, row_keys([(0, 0)] * batch), zeros)
+    state = DecodeState(KVCache((), lengths, table), zeros, zeros == 0, row_keys([(0, 0)] * batch), zeros)
     # A step donates every array, so no two share a buffer; its results are committed to the device, so these are too.
-    return jax.tree.map(lambda x: x if x.committed else jax.device_put(jnp.copy(x), home(plan.mesh)), state)
+    state = jax.tree.map(lambda x: jax.device_put(jnp.copy(x), home(plan.mesh)), state)
+    return replace(state, cache=replace(state.cache, layers=_empty_layers(plan)))
 
 
 def _empty_layers(plan: Plan) -> tuple[Any, ...]:
     def init() -> tuple[Any, ...]:
         return tuple(policy.init(plan.spec_of(i)) for i, policy in enumerate(plan.policies))
 
-    return init() if plan.mesh is None else jax.jit(lambda: on_mesh(plan.mesh, init, (), (), plan.cuts.layers))()
+    if plan.mesh is None:
+        return jax.tree.map(lambda x: jax.device_put(jnp.copy(x), home(None)), init())
+    return jax.jit(lambda: on_mesh(plan.mesh, init, (), (), plan.cuts.layers))()
 
 
 def insert(state: DecodeState, row: DecodeState, at: int, *, plan: Plan) -> DecodeState:
