@@ -107,7 +107,7 @@ class Scripted:
             eos_token_ids=ends or (tokenizer.eos_token_id,),
             short_context=None,
         )
-        self.model = SimpleNamespace(config=config)
+        self.model = SimpleNamespace(config=config, mesh=None)
         monkeypatch.setattr(text_cache, "prefill", self.prefill)
         monkeypatch.setattr(text_cache, "extend", self.extend)
         monkeypatch.setattr(text_cache, "trim", self.trim)
