@@ -64,6 +64,7 @@ async def cancels(subject: OverHttp, questions: Questions, *, count: int, most_p
     rng, server = np.random.default_rng(1), subject.server
     timed = await subject.answer(questions.random(most_prompt, most_answer))  # the longest wait
     fail_if_none([timed])
+    await idle(subject)
     longest, before, left = timed.over - timed.asked, await metric(server, EXTENTS), iter(range(count))
     longest, over = max(longest, 0.2), 0
 
