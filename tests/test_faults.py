@@ -33,6 +33,8 @@ FAULTS = (
     ("runtime/mesh.py", "if sizes[0] != sizes[1]]", "if sizes[0] == sizes[1]]", "engine/test_several_devices.py::test_cuts_are_where_shares_differ"),
     ("engine/prompt_logprobs.py", "tokens[first + 1 : first + 1 + BLOCK]", "tokens[first : first + BLOCK][1:]", "api/test_prompt_logprobs.py::test_they_are_those_of_exact_attention[full]"),
     ("engine/serving/prefix_cache.py", "if not ticket.request.reads_prefixes", "if False", "api/test_prompt_logprobs.py::test_a_stored_prefix_is_not_used_and_nothing_is_stored"),
+    ("engine/decode/constrained.py", "state.penalties.before(step.tokens)", "state.penalties", "engine/test_constrained.py::test_a_choice_under_masks_is_that_of_numpy"),
+    ("engine/decode/constrained.py", "done=~rows", "done=state.done", "engine/test_constrained.py::test_a_choice_under_masks_is_that_of_numpy"),
     ("serving/explain.py", "np.round(picture.weights.astype(np.float64), DIGITS)", "picture.weights", "serving/test_page.py::test_an_answer_tells_what_it_looks_at_if_asked"),
     ("engine/serving/job.py", "and not self.explain", "", "engine/test_attention_of_rows.py::test_rows_that_join_at_any_time_have_the_picture_of_explain"),
     ("engine/serving/core.py", "row.attention.watch(state, at)", "row.attention.watch(state)", "engine/test_attention_of_rows.py::test_rows_that_join_at_any_time_have_the_picture_of_explain"),
