@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from icejax.engine.response import GenerationResponse
     from icejax.engine.sampling import Sampling
     from icejax.session.session import Session
-    from icejax.text.grammar import Grammar
+    from icejax.text.grammar.rules import Grammar
 
 __version__ = "0.1.0"
 # Imported at first use: importing JAX takes seconds, and a command line must react to Ctrl-C before that.
@@ -28,7 +28,7 @@ _MODULES = {
     "Engine": "api.engine",
     "Full": "cache.registry",
     "GenerationResponse": "engine.response",
-    "Grammar": "text.grammar",
+    "Grammar": "text.grammar.rules",
     "InputError": "checks.errors",
     "Request": "engine.request",
     "Sampling": "engine.sampling",

@@ -15,7 +15,7 @@ from icejax.engine.sampling import check_bias
 from icejax.engine.serving.job import Job
 from icejax.models.decoder import CausalLM
 from icejax.runtime.compile_clock import Mark
-from icejax.text.grammar import compiled
+from icejax.text.grammar.matcher import compiled
 
 MOST_SAMPLES = 1024  # answers to a prompt
 SAMPLE_STEP = 2654435761  # between the indices of a prompt's answers, so that prompts that follow draw differently

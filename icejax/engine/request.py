@@ -11,7 +11,7 @@ from icejax.checks.errors import InputError, quoted, suggestion
 from icejax.checks.numbers import integer
 from icejax.engine.sampling import Sampling, checked_sampling
 from icejax.text.detokenize import stop_strings
-from icejax.text.grammar import Grammar
+from icejax.text.grammar.rules import Grammar
 
 Prompt = str | Sequence[int]
 MOST_LOGPROBS = 1000  # most likely tokens that may be reported with each token

@@ -8,7 +8,7 @@ from icejax.checks.errors import quoted
 from icejax.serving.errors import ApiError
 from icejax.serving.parameters import checked
 from icejax.serving.schemas import AnswerFields
-from icejax.text.grammar import Grammar
+from icejax.text.grammar.rules import Grammar
 
 MAKERS = {"json": Grammar.json_schema, "regex": Grammar.regex, "choice": Grammar.choice}
 GUIDED = {f"guided_{name}": name for name in MAKERS}

@@ -9,7 +9,7 @@ from icejax.checks.errors import InputError
 from icejax.engine.buckets import SHORTEST, bucket
 from icejax.engine.request import Request
 from icejax.engine.sampling import Sampling
-from icejax.text.grammar import Grammar
+from icejax.text.grammar.rules import Grammar
 
 SALT = "warm-up"  # and the number of tokens, or a prompt would find the one before it and not be prefilled
 DRAWN, PENALISED = Sampling(temperature=1.0), Sampling(temperature=1.0, frequency_penalty=0.1)

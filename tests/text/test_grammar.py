@@ -6,7 +6,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from icejax import Grammar, InputError
-from icejax.text.grammar import Matcher, compiled, prepared
+from icejax.text.grammar.matcher import Matcher, compiled, prepared
 from tests.helpers import small_tokenizers
 
 pytest.importorskip("llguidance")

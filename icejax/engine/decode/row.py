@@ -17,7 +17,7 @@ from icejax.engine.decode.run import RunConstants
 from icejax.engine.response import Attention, GenerationResponse, TokenLogprobs
 from icejax.runtime.compile_clock import Mark
 from icejax.text.detokenize import Detokenizer
-from icejax.text.grammar import Matcher
+from icejax.text.grammar.matcher import Matcher
 from icejax.text.reasoning import Parts, splitter
 
 PICTURES = 4  # tokens from one picture of a row's attention to the next

@@ -10,7 +10,7 @@ import numpy as np
 from icejax.engine.decode.row import Row
 from icejax.engine.request import AnswerOptions
 from icejax.runtime.compile_clock import Mark
-from icejax.text.grammar import Matcher
+from icejax.text.grammar.matcher import Matcher
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from icejax.serving.tools.form import Form
 from icejax.serving.tools.forms import form_of
 from icejax.text.chat_messages import KEYS, Message
 from icejax.text.chat_text import ChatText
-from icejax.text.grammar import Grammar
+from icejax.text.grammar.rules import Grammar
 
 ROLES = {"developer": "system"}  # OpenAI's newer name
 NO_LIMIT = 2**31 - 1

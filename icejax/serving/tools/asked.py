@@ -14,7 +14,7 @@ from icejax.checks.errors import quoted
 from icejax.serving.errors import ApiError
 from icejax.serving.tools.form import Choice, Form, Tool
 from icejax.serving.tools.forms import form_of
-from icejax.text.grammar import Grammar
+from icejax.text.grammar.rules import Grammar
 
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 MOST_TOOLS = 512

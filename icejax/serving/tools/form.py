@@ -16,7 +16,7 @@ from typing import Any
 
 from icejax.engine.response import GenerationResponse
 from icejax.serving.tools.events import Event
-from icejax.text.grammar import Grammar, json_rule, literal
+from icejax.text.grammar.rules import Grammar, json_rule, literal
 
 MOST_CALLS = 16  # of an answer that must call: without an end to them a small model may call for ever
 CLOSE = dict(whitespace_flexible=False, item_separator=", ?", key_separator=": ?")  # JSON without line breaks

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from icejax.serving.tools.events import CallArguments, CallBegin, CallEnd, Event, Text
 from icejax.serving.tools.form import Form, Parser, Tool, arguments_rule
-from icejax.text.grammar import Grammar, literal
+from icejax.text.grammar.rules import Grammar, literal
 from icejax.text.reasoning import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
 
 RECIPIENT = re.compile(r"\s*to=functions\.(\S+) \Z")

@@ -11,7 +11,7 @@ from icejax.serving.tools.events import Event, Text
 from icejax.serving.tools.form import Form, Parser, Tool, arguments_rule, call_rule, one_or_several
 from icejax.serving.tools.json_values import SPACES, CallReader
 from icejax.serving.tools.marked import MarkedParser
-from icejax.text.grammar import Grammar
+from icejax.text.grammar.rules import Grammar
 
 PYTHON = "<|python_tag|>"
 

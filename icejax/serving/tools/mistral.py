@@ -16,7 +16,7 @@ from icejax.serving.tools.events import Event, Text
 from icejax.serving.tools.form import Form, Parser, Tool, arguments_rule, call_rule, one_or_several
 from icejax.serving.tools.json_values import SPACES, ArgumentsReader
 from icejax.serving.tools.marked import MarkedParser
-from icejax.text.grammar import Grammar, literal
+from icejax.text.grammar.rules import Grammar, literal
 
 OPENING, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 NAMED = re.compile(r"\s*([\w.:/-]+)(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\]\s*|\s*(?=\{))")

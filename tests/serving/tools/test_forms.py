@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from icejax.serving.tools.form import Choice, Tool
 from icejax.serving.tools.forms import form_of
-from icejax.text.grammar import compiled
+from icejax.text.grammar.matcher import compiled
 from tests.helpers import small_tokenizers
 
 HARMONY = ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"]
