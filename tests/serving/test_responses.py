@@ -151,10 +151,12 @@ def test_items_become_the_messages_of_a_chat():
         dict(type="function_call_output", call_id="c2", output=[dict(type="input_text", text="2")]),
         dict(type="reasoning", summary=[dict(type="summary_text", text="w")]),
         call | dict(call_id="c3"),
+        dict(type="reasoning", summary=[dict(type="summary_text", text="x")]),
+        call | dict(call_id="c4"),
         dict(role="developer", content="later"),
     ]
     function = dict(name="f", arguments='{"a": 1}')
-    c1, c2, c3 = (dict(id=name, type="function", function=function) for name in ("c1", "c2", "c3"))
+    c1, c2, c3, c4 = (dict(id=name, type="function", function=function) for name in ("c1", "c2", "c3", "c4"))
     assert conversation("s", items) == [
         dict(role="system", content="s\n\nd"),
         dict(role="user", content="u\nv"),
@@ -162,6 +164,7 @@ def test_items_become_the_messages_of_a_chat():
         dict(role="tool", tool_call_id="c1", content="1"),
         dict(role="tool", tool_call_id="c2", content="2"),
         dict(role="assistant", content="", reasoning="w", tool_calls=[c3]),
+        dict(role="assistant", content="", reasoning="x", tool_calls=[c4]),
         dict(role="system", content="later"),
     ]
 
