@@ -84,11 +84,11 @@ def test_the_table_fits_the_terminal(bundled, width, several):
 def test_the_table_has_what_one_answer_of_a_run_knows(bundled, width):
     """A one-token answer has no decode step, so no expert statistics; other answers of the run still show theirs."""
     short = icejax.generate(*bundled, "import os", cache=Clustered(), max_new_tokens=1)[0]
-    long = replace(short, expert_hit_rate=0.625, expert_bytes_per_token=2.0**21, estimated_error=0.0125, budget_used=99.0)
+    long = replace(short, expert_hit_rate=0.625, expert_bytes_per_token=2.0**21, estimated_error=0.0125, budget_used=8765.0)
     console = Console(width=width, file=io.StringIO())
     console.print(table([short, replace(long, estimated_error=None), long], console))
     shown = console.file.getvalue()
-    assert shown.count("62%") == 2 and shown.count("2.0 MiB") == 2 and shown.count("1.2%") == 1 and shown.count("99") == 1
+    assert shown.count("62%") == 2 and shown.count("2.0 MiB") == 2 and shown.count("1.2%") == 1 and shown.count("8765") == 1
 
 
 def test_bars_name_the_wait_for_a_program():
