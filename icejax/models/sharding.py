@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec
 
 from icejax.checks.errors import InputError
 from icejax.config import ModelConfig
+from icejax.models.parts.experts import ExpertStack
+from icejax.models.parts.linear import Linear
 from icejax.ops.quantized.products import Grouped
 from icejax.runtime.mesh import AXIS, WHOLE, Mesh, cut
 
@@ -127,7 +129,7 @@ def spread(layers: Iterable[nnx.Module], mesh: Mesh | None) -> None:
     for layer in layers:
         layer.mesh = mesh
         for path, module in nnx.iter_modules(layer):
-            if path and path[-1] in (*BY_INPUT, "experts") and hasattr(module, "summed_over"):
+            if path and path[-1] in (*BY_INPUT, "experts") and isinstance(module, Linear | ExpertStack):
                 module.summed_over = mesh
 
 

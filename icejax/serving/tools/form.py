@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from icejax.engine.response import GenerationResponse
-from icejax.serving.tools.events import Event
+from icejax.serving.tools.events import CallArguments, Event, Text
 from icejax.text.grammar.rules import Grammar, json_rule, literal
 
 MOST_CALLS = 16  # of an answer that must call: without an end to them a small model may call for ever
@@ -150,7 +150,7 @@ def joined(events: Sequence[Event]) -> list[Event]:
     """Returns events with neighbouring texts, and neighbouring arguments of a call, as one."""
     out: list[Event] = []
     for event in events:
-        if out and type(out[-1]) is type(event) and hasattr(event, "text"):
+        if out and type(out[-1]) is type(event) and isinstance(event, Text | CallArguments):
             out[-1] = out[-1]._replace(text=out[-1].text + event.text)
         else:
             out.append(event)
