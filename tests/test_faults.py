@@ -317,7 +317,7 @@ FAULTS = (
     ("engine/decode/step.py", "done=state.done | ended", "done=state.done", "engine/test_prefill_and_decode.py::test_rows_that_have_ended_cost_no_fetches[True]"),
     ("text/tokenizer.py", "if not _reads_as_its_file(tokenizer, folder):", "if False:", "text/test_tokenizer_file.py::test_token_ids_are_the_files[byte level-qwen2-Qwen2Tokenizer]"),
     ("text/token_text.py", "if name.startswith(SPACE) and", "if False and", "text/test_detokenize.py::test_a_token_is_told_with_its_space_and_its_bytes[llama-2]"),
-    ("text/continuation.py", "return whole[len(before) :]", "return ids", "text/test_continuation.py::test_later_text_has_the_tokens_of_the_middle_of_a_text"),
+    ("text/encode.py", "== before:\n            return whole[len(before) :]", "== before:\n            return ids", "text/test_continuation.py::test_later_text_has_the_tokens_of_the_middle_of_a_text"),
     ("engine/decode/row.py", "before=self.prompt", "before=()", "session/test_sentencepiece.py::test_a_text_is_what_follows_the_prompt[llama-2]"),
     ("session/session.py", "continues=bool(self.token_ids)", "continues=False", "session/test_sentencepiece.py::test_a_session_reads_as_one_text[llama-2]"),
     ("session/session.py", "self._encode(added, answer, continues=True)", "self._encode(added, answer)", "session/test_sentencepiece.py::test_the_next_turn_of_a_chat_gains_no_space[llama-2]"),

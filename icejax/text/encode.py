@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from icejax.text.chat_text import ChatText, spans_of
-from icejax.text.continuation import encode_behind
 from icejax.text.control_tokens import ControlTokens, Name
 
 Encode = Callable[..., list[int]]
+BORDERS = ("\n", "|")  # texts that rarely share a token with the text behind them
 
 
 def encode(
@@ -96,3 +96,21 @@ def _plain(call: Encode, controls: ControlTokens, text: str, *, first: bool) -> 
     # The names are in the vocabulary itself, as Unigram's are, or not called special: a cut leaves none of them whole.
     parts = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
     return [token for i, part in enumerate(parts) for token in _plain(call, controls, part, first=first and i == 0)]
+
+
+def encode_behind(encode: Callable[[str], list[int]], text: str) -> list[int]:
+    """Returns the token ids of `text` behind other text, without the space that a tokenizer puts in front of every text.
+
+    Example: SentencePiece gives "he" the token "▁he". Behind "\\n" it gives the token "he", which is returned.
+
+    Args:
+        encode: returns the token ids of a text, without special tokens.
+    """
+    ids = encode(text)
+    if encode("\na")[-1:] == encode("a"):  # a tokenizer that puts nothing in front
+        return ids
+    for border in BORDERS:
+        before, whole = encode(border), encode(border + text)
+        if whole[: len(before)] == before:
+            return whole[len(before) :]
+    return ids

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from icejax.text.continuation import encode_behind
+from icejax.text.encode import encode_behind
 from icejax.text.tokenizer import load_tokenizer
 from tests.helpers import small_tokenizers
 

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from icejax.text.chat_text import ChatText
-from icejax.text.continuation import encode_behind
 from icejax.text.control_tokens import ControlTokens
-from icejax.text.encode import encode, encode_apart
+from icejax.text.encode import encode, encode_apart, encode_behind
 from tests.helpers import chat_templates
 from tests.helpers.control_tokens import FILES, NAMES, in_twin, tokenizer, twin
 
