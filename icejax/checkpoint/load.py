@@ -7,27 +7,30 @@ layer as dtype[E, O, I]; codes arrive as `Grouped`, [..., G, O, g], on a CPU [..
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 
 import jax
 import numpy as np
 from flax import nnx
 
+from icejax.checkpoint import shares
 from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.generation_config import end_tokens
+from icejax.checkpoint.quantized.formats import EMBEDDING, HEAD
 from icejax.checkpoint.quantized.layouts import QuantizedMatrix
 from icejax.checkpoint.readers import huggingface
 from icejax.checkpoint.tensors import Tensors, has_own_head, open_tensors
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer, one_of
 from icejax.config import ModelConfig
+from icejax.models import sharding
 from icejax.models.decoder import CausalLM
 from icejax.models.parts.latent_attention import BY_HEAD
 from icejax.models.registry import family
-from icejax.models.sharding import check_mesh, check_one_device, put
 from icejax.ops.experts.offloaded_experts import offload, table_bytes
 from icejax.ops.quantized.products import Grouped
 from icejax.runtime import devices
@@ -124,26 +127,26 @@ def load_model(
     folder, config = checkpoint.folder, checkpoint.config
     dtype = dtype or ("float32" if devices.platform() == "cpu" else config.dtype)
     over = read_mesh(mesh)
-    check_mesh(config, over)
+    sharding.check_mesh(config, over)
     if experts_on_host:
-        check_one_device(over, "experts_on_host")
+        sharding.check_one_device(over, "experts_on_host")
     resident = _resident(config, experts_on_host)
     reader = Reader(fetch_backend()) if resident else None
     graph, parameters, tree = abstract(config, dtype, over)
     on_cpu, shapes = devices.platform() == "cpu", {key: p.shape for key, p in parameters.items()}
+    # On a mesh a model may have more rows than the vocabulary.
+    shapes |= {key: (config.vocab_size, *shapes[key][1:]) for key in (EMBEDDING, HEAD) if key in shapes}
     tensors = open_tensors(folder, config, shapes, quantize=quantize, as_codes=quantize is None)
     code_keys = {key for key, mapping in tensors.mappings.items() if not key.endswith(BY_HEAD) and tensors.alike(mapping)}
     _log_codes(tensors, code_keys)
 
     leaves, dtypes = {}, {key: leaf.dtype for key, leaf in parameters.items()}
     experts = [key for key in parameters if resident and of_experts(key)]
+    options = dict(kept=code_keys, on_cpu=on_cpu)
+    arriving = tensors.parameters(dtypes, **options) if over is None else _on_mesh(tensors, shapes, dtypes, over, **options)
     # No enumerate: it would hold a tensor while the next is read.
-    for key, tensor in tensors.parameters(dtypes, kept=code_keys, on_cpu=on_cpu):
-        if over is None:
-            leaf = _to_device(tensor, by_row=on_cpu)
-        else:
-            codes = isinstance(tensor, QuantizedMatrix)
-            leaf = put(key, Grouped(tensor.codes, tensor.scale, tensor.zero, on_cpu) if codes else tensor, over)
+    for key, tensor in arriving:
+        leaf = _to_device(tensor, by_row=on_cpu) if over is None else tensor
         del tensor  # else two tensors are in memory while the next is read
         gc.collect(0)  # JAX holds an array that has arrived until a collection
         if key in experts:
@@ -158,6 +161,39 @@ def load_model(
     if on_cpu and dtype == "bfloat16":
         LOG.warning(SLOWER)
     return nnx.merge(graph, jax.tree.unflatten(tree, [leaves[key] for key in parameters]))
+
+
+def _on_mesh(
+    tensors: Tensors,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, np.dtype],
+    mesh: Mesh,
+    *,
+    kept: Set[str],
+    on_cpu: bool,
+) -> Iterator[tuple[str, jax.Array | Grouped]]:
+    """Yields each parameter's key and value on the devices of a mesh; options as of `Tensors.parameters`.
+
+    Of a cut parameter each device's share is read by itself, where it can be.
+    """
+    groups = {key: shares.groups(tensors, key) if key in kept else 1 for key in shapes}
+    for key, count in groups.items():
+        sharding.check_groups(key, count, mesh)
+    for key, shape in shapes.items():
+        read = functools.partial(shares.read, tensors, key, dtype=dtypes[key], codes=key in kept, on_cpu=on_cpu)
+        axis = sharding.cut_axis(key)
+        if axis is not None and shares.are_readable(tensors, key, axis):
+            share = functools.partial(_share, read, key, shape, mesh, by_row=on_cpu)
+        else:
+            whole = _grouped(read(None), by_row=on_cpu)
+            share = functools.partial(sharding.part, whole, sharding.weight_cuts(key, whole), mesh)
+            del whole
+        yield key, sharding.put(key, shape, share, mesh, groups=groups[key])
+        del share  # else its tensor is in memory while the next is read
+
+
+def _share(read: Callable, key: str, shape: tuple[int, ...], mesh: Mesh, device: int, *, by_row: bool) -> np.ndarray | Grouped:
+    return _grouped(read(sharding.box(key, shape, mesh, device)), by_row=by_row)
 
 
 def _resident(config: ModelConfig, choice: int | bool | None) -> int | None:
@@ -187,13 +223,10 @@ def _log_codes(tensors: Tensors, code_keys: set[str]) -> None:
         LOG.info("of %d matrices %s %d stay codes%s", len(quantised), tensors.quantised, len(quantised & kept_keys), note)
 
 
+def _grouped(tensor: np.ndarray | QuantizedMatrix, *, by_row: bool) -> np.ndarray | Grouped:
+    return Grouped(*tensor[:3], by_row=by_row) if isinstance(tensor, QuantizedMatrix) else tensor
+
+
 def _to_device(tensor: np.ndarray | QuantizedMatrix, *, by_row: bool) -> jax.Array | Grouped:
-    if isinstance(tensor, QuantizedMatrix):
-        parts = (None if x is None else _put(x) for x in (tensor.codes, tensor.scale, tensor.zero))
-        return Grouped(*parts, by_row=by_row)
-    return _put(tensor)
-
-
-def _put(array: np.ndarray) -> jax.Array:
     # Wait, so that one tensor at a time is in transfer: until it has arrived, it takes memory twice.
-    return jax.block_until_ready(jax.device_put(array))
+    return jax.tree.map(lambda x: jax.block_until_ready(jax.device_put(x)), _grouped(tensor, by_row=by_row))

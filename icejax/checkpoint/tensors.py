@@ -37,14 +37,16 @@ class Stored(NamedTuple):
     Attributes:
         shape: its shape.
         dtype: its dtype, as safetensors names it.
-        read: reads and returns its array.
+        read: reads and returns its array, or a box of it (`checkpoint.boxes`).
         layout: layout of the codes that it holds, where its dtype says that; None: config.json says how codes are stored.
+        in_boxes: whether `read` takes a box.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    read: Callable[[], np.ndarray]
+    read: Callable[..., np.ndarray]
     layout: Layout | None = None
+    in_boxes: bool = True
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Tensors:
 
     def read(self, key: str) -> np.ndarray | QuantizedMatrix:
         """Returns the tensor `key` as stored, or as codes; InputError for invalid codes."""
-        return self.sources[key].read(self._parts(key))
+        return self.sources[key].read(self.parts(key))
 
     def parameters(
         self, dtypes: Mapping[str, np.dtype], *, kept: Set[str], on_cpu: bool
@@ -83,7 +85,7 @@ class Tensors:
         for tensor_keys, parameter_keys in groups.items():
             source, parts = self.sources[tensor_keys[0]], {}
             if self.mappings[parameter_keys[0]].whole or len(parameter_keys) > 1:
-                parts = self._parts(tensor_keys[0])
+                parts = self.parts(tensor_keys[0])
             for key in parameter_keys:
                 mapping = self.mappings[key]
                 if mapping.whole:
@@ -116,9 +118,9 @@ class Tensors:
     def written(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yields key and array of each tensor of a folder with these parameters; the parts of one tensor are read at a time."""
         for key, source in self.sources.items():
-            yield from source.written(self._parts(key)).items()
+            yield from source.written(self.parts(key)).items()
 
-    def _parts(self, key: str) -> dict[str, np.ndarray]:
+    def parts(self, key: str) -> dict[str, np.ndarray]:
         """Reads the stored parts of the tensor `key`."""
         return {part: self.stored[part].read() for part in self.sources[key].parts if part in self.stored}
 
@@ -226,7 +228,7 @@ def stored_tensors(folder: Path, *, as_codes: bool = False) -> Iterator[tuple[st
 
         for key, about in orbax.stored(path).items():
             dtype = NAMES.get(str(about.dtype), str(about.dtype))
-            yield key, Stored(tuple(about.shape), dtype, functools.partial(orbax.read, path, key, about))
+            yield key, Stored(tuple(about.shape), dtype, functools.partial(orbax.read, path, key, about), in_boxes=False)
     else:
         for key, file, shape, dtype in huggingface.keys(huggingface.shards(folder)):
             yield key, Stored(shape, dtype, functools.partial(huggingface.read_tensor, file, key))

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int
 from icejax.engine.decode.counters import pack_token
 from icejax.engine.decode.step import DecodeState, Step, choose_next
 from icejax.engine.plan import Plan
-from icejax.models.decoder import CausalLM, Ends
+from icejax.models.decoder import CausalLM
+from icejax.models.parts.vocabulary import Ends
 from icejax.runtime import devices
 
 
@@ -50,4 +51,4 @@ def _choose_from(logits: jax.Array, state: DecodeState, *, plan: Plan) -> tuple[
 
 @jax.jit
 def _logits_behind(ends: Ends, x: jax.Array, lengths: jax.Array) -> jax.Array:
-    return ends.logits(jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1))[:, 0]
+    return ends.on_devices(Ends.logits, jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1))[:, 0]

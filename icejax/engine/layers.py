@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.models.parts.latent_attention import Expanded
+from icejax.models.parts.vocabulary import Ends
 from icejax.ops.attention.causal import causal
 from icejax.ops.attention.dense import Attended
 
@@ -26,7 +27,7 @@ Kept = TypeVar("Kept")
 @jax.jit
 def embed(model: CausalLM, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Returns the tokens' embeddings, the first layer's input."""
-    return model.model.embed_tokens(tokens)
+    return model.ends.on_devices(Ends.embed, tokens)
 
 
 class LayerPlace(NamedTuple):

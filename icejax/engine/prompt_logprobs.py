@@ -15,7 +15,8 @@ from jaxtyping import Array, Float
 
 from icejax.engine.decode.logprobs import compiled_count, named, top_logprobs
 from icejax.engine.response import TokenLogprobs
-from icejax.models.decoder import CausalLM, Ends
+from icejax.models.decoder import CausalLM
+from icejax.models.parts.vocabulary import Ends
 
 BLOCK = 128  # tokens; divides every padded length
 
@@ -44,5 +45,5 @@ def prompt_logprobs(
 
 @functools.partial(jax.jit, static_argnames="count")
 def _of_block(ends: Ends, x: jax.Array, tokens: jax.Array, first: jax.Array, *, count: int):
-    logits = ends.logits(jax.lax.dynamic_slice_in_dim(x, first, BLOCK, axis=1))[0]
+    logits = ends.on_devices(Ends.logits, jax.lax.dynamic_slice_in_dim(x, first, BLOCK, axis=1))[0]
     return top_logprobs(logits, tokens, count=count)

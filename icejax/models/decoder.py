@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -20,13 +19,13 @@ from icejax.config import Experts, LayerConfig, ModelConfig
 from icejax.models.parts.experts import ExpertsBeside, ExpertStack, Router
 from icejax.models.parts.latent_attention import Expanded, LatentAttention
 from icejax.models.parts.linear import Linear, norm_of, normalised
+from icejax.models.parts.vocabulary import Embedding, Ends
 from icejax.models.sharding import spread
 from icejax.ops.activations import ACTIVATIONS
 from icejax.ops.attention.dense import Attended, Scoring
 from icejax.ops.experts.offloaded_experts import OffloadedExperts
-from icejax.ops.quantized.products import product, rows
 from icejax.ops.rope import cos_sin, deinterleave, rerotate, rotate, scale_queries
-from icejax.runtime.mesh import Mesh
+from icejax.runtime.mesh import Mesh, rounded_up
 
 MLP_CHUNK = 2048  # prompt tokens per pass of an MLP, which bounds its activations
 
@@ -228,49 +227,15 @@ class DecoderLayer(nnx.Module):
         return out * self.layer_scalar[...][None, None] if self.scaled else out, expert_ids
 
 
-class Embedding(nnx.Module):
-    """The token embedding, multiplied by `scale` in its dtype."""
-
-    def __init__(self, vocab_size: int, features: int, *, scale: float, dtype: str) -> None:
-        self.weight = nnx.Param(jnp.zeros((vocab_size, features), dtype))
-        self.scale, self.dtype = scale, dtype
-
-    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        x = rows(self.weight.get_value(), tokens, self.dtype)
-        return x if self.scale == 1.0 else x * jnp.asarray(self.scale, x.dtype)
-
-
 class Decoder(nnx.Module):
     """Embedding, layers and final norm."""
 
-    def __init__(self, config: ModelConfig, *, dtype: str) -> None:
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scale=config.embed_scale, dtype=dtype)
+    def __init__(self, config: ModelConfig, *, dtype: str, mesh: Mesh | None) -> None:
+        count, scale = rounded_up(config.vocab_size, mesh), config.embed_scale
+        self.embed_tokens = Embedding(count, config.hidden_size, scale=scale, dtype=dtype, mesh=mesh)
         layers = (config.layers[i] for i in range(config.num_hidden_layers))
         self.layers = nnx.List([DecoderLayer(config, layer, dtype=dtype) for layer in layers])
         self.norm = norm_of(config, config.hidden_size, dtype=dtype)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["embed_tokens", "norm", "head"], meta_fields=["final_logit_softcapping"]
-)
-@dataclass(frozen=True)
-class Ends:
-    """A model without its layers: what comes before the first one and behind the last one.
-
-    Attributes:
-        head: the matrix of the output head.
-        final_logit_softcapping: as in `ModelConfig`.
-    """
-
-    embed_tokens: Embedding
-    norm: nnx.Module
-    head: nnx.Param
-    final_logit_softcapping: float | None
-
-    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Returns the fp32 logits of the last layer's output."""
-        logits, cap = product(self.norm(x), self.head.get_value()), self.final_logit_softcapping
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 class CausalLM(nnx.Module):
@@ -279,22 +244,23 @@ class CausalLM(nnx.Module):
     Attributes:
         config: its configuration.
         dtype: name of the dtype of weights and activations.
-        mesh: the devices that share the heads; None: one device.
+        mesh: the devices that share the heads and the vocabulary; None: one device.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: str, mesh: Mesh | None = None) -> None:
         self.config, self.dtype, self.mesh = config, dtype, mesh
-        self.model = Decoder(config, dtype=dtype)
+        self.model = Decoder(config, dtype=dtype, mesh=mesh)
         spread(self.model.layers, mesh)
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+            self.lm_head = Linear(config.hidden_size, rounded_up(config.vocab_size, mesh), bias=False, dtype=dtype)
 
     @property
     def ends(self) -> Ends:
         """The embedding, the final norm and the output head."""
-        head = self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
-        return Ends(self.model.embed_tokens, self.model.norm, head, self.config.final_logit_softcapping)
+        config, embedding = self.config, self.model.embed_tokens
+        head = embedding.weight if config.tie_word_embeddings else self.lm_head.weight
+        return Ends(embedding, self.model.norm, head, config.final_logit_softcapping, config.vocab_size, self.mesh)
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Returns the fp32 logits of the last layer's output."""
-        return self.ends.logits(x)
+        return self.ends.on_devices(Ends.logits, x)

@@ -2,17 +2,19 @@
 
 `q`, `k`, `v`, `gate` and `up` are cut by output channels, `o` and `down` by input channels, so that a device's products are
 those of its own heads and inner channels, and a sum over the devices ends each half of a layer. The matrices of every expert
-are cut likewise. All other weights are whole on every device: embedding, output head, norms, routers, and the biases behind the
-sums.
+are cut likewise, and embedding and output head by rows of the vocabulary. All other weights are whole on every device: norms,
+routers, and the biases behind the sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -23,7 +25,7 @@ from icejax.models.parts.linear import Linear
 from icejax.ops.quantized.products import Grouped
 from icejax.runtime.mesh import AXIS, WHOLE, Mesh, cut
 
-BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 BY_INPUT = ("o_proj", "down_proj")
 
 
@@ -31,13 +33,22 @@ def weight_cut(key: str) -> PartitionSpec:
     """Returns the cut of a parameter, by its Hugging Face key."""
     module, name = ("", *key.split("."))[-2:]
     first = 1 if ".experts." in key else 0  # a parameter holds the matrices of all experts
-    if module in BY_OUTPUT or name == "sinks":
+    if module in BY_OUTPUT or name in ("sinks", "head"):  # `head` as in `Ends`
         return cut(first)
     return cut(first + 1) if module in BY_INPUT and name == "weight" else WHOLE
 
 
-def weight_cuts(key: str, weight: Any) -> Any:
-    """Returns the cuts of a parameter's arrays: of the parameter, or of the codes, scales and zeros of a quantised one."""
+def cut_axis(key: str) -> int | None:
+    """Returns the axis along which a parameter is cut, by its Hugging Face key; None: every device has it whole."""
+    array_cut = weight_cut(key)
+    return len(array_cut) - 1 if array_cut else None
+
+
+def weight_cuts(key: str, weight: Any, *, groups: int | None = None) -> Any:
+    """Returns the cuts of a parameter's arrays: of the parameter, or of the codes, scales and zeros of a quantised one.
+
+    `groups` is the number of groups of a whole row, where `weight` is a device's share; None: `weight` is whole.
+    """
     if not isinstance(weight, Grouped):
         return weight_cut(key)
     dense_cut, first = weight_cut(key), weight.codes.ndim - 3
@@ -46,25 +57,68 @@ def weight_cuts(key: str, weight: Any) -> Any:
         return jax.tree.map(lambda _: WHOLE, weight)
     if dense_cut == cut(first):
         return jax.tree.map(lambda _: cut(rows), weight)
-    if weight.scale.shape[columns] > 1:
+    if (weight.scale.shape[columns] if groups is None else groups) > 1:
         return jax.tree.map(lambda _: cut(columns), weight)
     return replace(jax.tree.map(lambda _: WHOLE, weight), codes=cut(first + 2))  # every device has the scale of a whole row
 
 
-def put(key: str, weight: Any, mesh: Mesh) -> Any:
-    """Returns a parameter, an array or a `Grouped` of NumPy's, on the devices of a mesh.
+def check_groups(key: str, groups: int, mesh: Mesh) -> None:
+    """Raises InputError if a mesh would cut groups of a quantised matrix's columns, of which each row has `groups`."""
+    if key.split(".")[-2:-1][0] in BY_INPUT and groups > 1 and groups % mesh.heads:
+        raise InputError(f"mesh {AXIS}={mesh.heads} does not divide the {groups} groups of columns of {key}: use fewer devices")
 
-    Raises:
-        InputError: groups of a quantised matrix's columns would be cut.
+
+def box(key: str, shape: tuple[int, ...], mesh: Mesh, device: int) -> tuple[slice, ...]:
+    """Returns the part of a parameter that a device of a mesh has, by its place in the mesh."""
+    axis = cut_axis(key)
+    return tuple(_stretch(size, mesh, device) if i == axis else slice(0, size) for i, size in enumerate(shape))
+
+
+def _stretch(size: int, mesh: Mesh, device: int) -> slice:
+    step = -(-size // mesh.heads)  # the vocabulary alone may have fewer rows for the last devices
+    return slice(min(step * device, size), min(step * (device + 1), size))
+
+
+def part(weight: Any, cuts: Any, mesh: Mesh, device: int) -> Any:
+    """Returns a device's share of a whole parameter, an array or a `Grouped` of NumPy's, with its cuts."""
+
+    def of(x: np.ndarray, array_cut: PartitionSpec) -> np.ndarray:
+        axis = len(array_cut) - 1
+        return x[(*(slice(None),) * axis, _stretch(x.shape[axis], mesh, device))] if array_cut else x
+
+    return jax.tree.map(of, weight, cuts)
+
+
+def put(key: str, shape: tuple[int, ...], share: Callable[[int], Any], mesh: Mesh, *, groups: int = 1) -> Any:
+    """Returns a parameter on the devices of a mesh; of those of this process, one share at a time is in host memory.
+
+    Args:
+        shape: shape of the parameter as it is stored: zeros fill a vocabulary that the devices do not divide.
+        share: returns what a device has, an array or a `Grouped` of NumPy's, by its place in the mesh.
+        groups: the number of groups of a whole row of a `Grouped`.
     """
-    cuts = weight_cuts(key, weight)
-    for x, array_cut in zip(jax.tree.leaves(weight), jax.tree.leaves(cuts), strict=True):
-        for size, part in zip(x.shape, array_cut, strict=False):
-            if part is not None and size % mesh.heads:
-                raise InputError(
-                    f"mesh {AXIS}={mesh.heads} does not divide the {size} groups of columns of {key}: use fewer devices"
-                )
-    return jax.block_until_ready(jax.tree.map(lambda x, array_cut: jax.device_put(x, mesh.sharding(array_cut)), weight, cuts))
+    placed = []
+    for i, device in enumerate(mesh.devices.devices.flat):
+        if device.process_index == jax.process_index():
+            weight = share(i)
+            cuts = weight_cuts(key, weight, groups=groups)
+            first, own = ([axis.stop - axis.start for axis in box(key, shape, mesh, j)] for j in (0, i))
+            weight = jax.tree.map(functools.partial(_filled, sum(first) - sum(own)), weight, cuts)
+            placed.append(jax.block_until_ready(jax.device_put(weight, device)))
+
+    def joined(array_cut: PartitionSpec, *parts: jax.Array) -> jax.Array:
+        sizes = [size * mesh.heads if axis == len(array_cut) - 1 else size for axis, size in enumerate(parts[0].shape)]
+        return jax.make_array_from_single_device_arrays(tuple(sizes), mesh.sharding(array_cut), list(parts))
+
+    return jax.tree.map(joined, cuts, *placed)
+
+
+def _filled(missing: int, x: np.ndarray, array_cut: PartitionSpec) -> np.ndarray:
+    """Returns a share with `missing` zeros more along the axis that is cut."""
+    if not missing or not array_cut:
+        return x
+    axis = len(array_cut) - 1
+    return np.concatenate([x, np.zeros((*x.shape[:axis], missing, *x.shape[axis + 1 :]), x.dtype)], axis=axis)
 
 
 def module_cuts(module: Any) -> Any:

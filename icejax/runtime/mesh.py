@@ -1,7 +1,8 @@
 """One model over several devices: each has a share of the KV heads, and runs the programs of one device on its share.
 
 `on_mesh` runs a function of arrays in `jax.shard_map`, so that models and cache policies see the arrays of one device alone.
-The only collectives are the sums behind the projections whose inputs are cut (`total`). No other module names the mesh's axis.
+The only collectives are the sums behind the projections whose inputs are cut and behind the embedding (`total`), and the logits
+(`gathered`). No other module names the mesh's axis.
 
 Example: 8 KV heads and 32 query heads on 4 devices. Device 1 has the KV heads 2 and 3, the query heads 8 to 15 that read them,
 a quarter of the inner channels of every MLP, and a quarter of the pool, which holds the pages of these KV heads.
@@ -97,6 +98,24 @@ def total(mesh: Mesh | None, x: jax.Array) -> jax.Array:
         return x
     with jax.named_scope("total"):
         return lax.psum(x, AXIS)
+
+
+def gathered(mesh: Mesh | None, x: jax.Array, count: int) -> jax.Array:
+    """Returns the first `count` entries of the last axis, of which each device of a mesh has a part; inside `on_mesh`."""
+    if mesh is None:
+        return x
+    with jax.named_scope("gathered"):
+        return lax.all_gather(x, AXIS, axis=x.ndim - 1, tiled=True)[..., :count]
+
+
+def place() -> jax.Array:
+    """Returns the place of a device in its mesh, i32, inside `on_mesh`."""
+    return lax.axis_index(AXIS)
+
+
+def rounded_up(count: int, mesh: Mesh | None) -> int:
+    """Returns the least number of rows, at least `count`, that the devices divide."""
+    return -(-count // size(mesh)) * size(mesh)
 
 
 def on_mesh(mesh: Mesh | None, function: Callable, arrays: tuple, cuts: tuple, results: Any = None) -> Any:

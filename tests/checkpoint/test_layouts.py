@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from icejax.cache.registry import Full
 from icejax.checkpoint import load, load_model
 from icejax.checkpoint.quantized import formats
-from icejax.checkpoint.quantized.layouts import unpack
+from icejax.checkpoint.quantized.words import unpack
 from tests import tolerances
 from tests.helpers import families, quantised
 from tests.helpers.peak import resident_peak

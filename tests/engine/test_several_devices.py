@@ -44,8 +44,11 @@ def test_several_devices_decode_as_one(name):
     assert result["in_place"]
     sums = result["collectives"]
     counts = cache in ("clustered", "coded")
-    assert len(sums) == 2 * raw["num_hidden_layers"] + counts
-    assert all(name.endswith("total/psum") and not OF_CACHE & set(name.split("/")) for name in sums)
+    # Two sums per layer, one behind the embedding and one of the counters; the logits are gathered.
+    assert len(sums) == 2 * raw["num_hidden_layers"] + 1 + counts + 1
+    assert [name for name in sums if not name.endswith("total/psum")] == [sums[-1]] and sums[-1].endswith("gathered/all_gather")
+    assert not any(OF_CACHE & set(name.split("/")) for name in sums)
+    assert result["read"] == result["stored"] and result["vocabulary"] == -(-raw["vocab_size"] // devices)
 
 
 def config(tmp_path, **changes):
@@ -67,8 +70,9 @@ def test_weights_are_cut_by_heads_and_inner_channels():
         "model.layers.0.mlp.experts.up_proj.weight": mesh.cut(1),
         "model.layers.0.mlp.experts.down_proj.weight": mesh.cut(2),
         "model.layers.0.mlp.gate.weight": mesh.WHOLE,
-        "model.embed_tokens.weight": mesh.WHOLE,
-        "lm_head.weight": mesh.WHOLE,
+        "model.embed_tokens.weight": mesh.cut(0),
+        "lm_head.weight": mesh.cut(0),
+        "head": mesh.cut(0),
         "layer_scalar": mesh.WHOLE,
     }
     assert {key: sharding.weight_cut(key) for key in cuts} == cuts
@@ -77,15 +81,24 @@ def test_weights_are_cut_by_heads_and_inner_channels():
 def test_codes_are_cut_with_their_scales():
     by_row = Grouped(np.zeros((8, 4, 16), np.int8), np.zeros((8, 4), np.float32), np.zeros((8, 4), np.int8), by_row=True)
     one_scale = Grouped(np.zeros((1, 8, 64), np.int8), np.zeros((1, 8), np.float32), None)
-    q, o, embedding = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.o_proj.weight", "embed_tokens.weight"
+    q, o, router = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.o_proj.weight", "mlp.gate.weight"
     assert sharding.weight_cuts(q, by_row) == Grouped(*(mesh.cut(0),) * 3, by_row=True)
     assert sharding.weight_cuts(o, by_row) == Grouped(*(mesh.cut(1),) * 3, by_row=True)
     assert sharding.weight_cuts(q, one_scale) == Grouped(mesh.cut(1), mesh.cut(1), None)
     assert sharding.weight_cuts(o, one_scale) == Grouped(mesh.cut(2), mesh.WHOLE, None)
-    assert sharding.weight_cuts(embedding, by_row) == Grouped(*(mesh.WHOLE,) * 3, by_row=True)
+    assert sharding.weight_cuts(o, one_scale, groups=4) == Grouped(mesh.cut(0), mesh.cut(0), None)  # a device has one group
+    assert sharding.weight_cuts(router, by_row) == Grouped(*(mesh.WHOLE,) * 3, by_row=True)
     with pytest.raises(InputError) as error:
-        sharding.put(o, by_row, mesh.Mesh(3))
+        sharding.check_groups(o, 4, mesh.Mesh(3))
     assert str(error.value) == f"mesh heads=3 does not divide the 4 groups of columns of {o}: use fewer devices"
+
+
+def test_a_vocabulary_that_the_devices_do_not_divide_is_filled_with_zeros():
+    key, weight = "lm_head.weight", np.arange(1, 15, dtype=np.float32).reshape(7, 2)
+    parts = [sharding.box(key, (7, 2), mesh.Mesh(3), device)[0] for device in range(3)]
+    assert parts == [slice(0, 3), slice(3, 6), slice(6, 7)]
+    assert np.array_equal(sharding.part(weight, mesh.cut(0), mesh.Mesh(3), 2), weight[6:])
+    assert np.array_equal(sharding._filled(2, weight[6:], mesh.cut(0)), [[13, 14], [0, 0], [0, 0]])
 
 
 def test_cuts_are_where_shares_differ():

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 import icejax
 from icejax.cache.options import make_policy
+from icejax.checkpoint import boxes
 from icejax.checkpoint.load import abstract, load_model, read_config
 from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.prefill import pool_for, prefill
@@ -44,7 +45,7 @@ LLAMA = dict(
     tie_word_embeddings=False,
 )
 MISTRAL = {key: value for key, value in LLAMA.items() if key != "attention_bias"} | dict(
-    model_type="mistral", sliding_window=32
+    model_type="mistral", sliding_window=32, vocab_size=200, tie_word_embeddings=True
 )
 EXPERTS = {key: value for key, value in LLAMA.items() if key != "attention_bias"} | dict(
     model_type="qwen3_moe",
@@ -142,12 +143,23 @@ def decode(model, policy) -> dict:
     )
 
 
+def load_counting(path: Path, **options) -> tuple:
+    """Returns a loaded model, and the bytes that were read of its checkpoint."""
+    read, sizes = boxes.read, []
+    boxes.read = lambda *arguments: (array := read(*arguments), sizes.append(array.nbytes))[0]
+    try:
+        return load_model(path, **options), sum(sizes)
+    finally:
+        boxes.read = read
+
+
 def compared(name: str) -> dict:
     """Returns how a model on several devices compares with the model on one."""
     (raw, cache, options, devices), in_units = CASES[name], []
     with tempfile.TemporaryDirectory() as folder:
         path, policy = checkpoint(raw, Path(folder)), make_policy(cache, options)
-        models = [load_model(path, mesh=mesh, **WEIGHTS.get(name, {})) for mesh in (None, devices)]
+        (one, stored), (several, read) = (load_counting(path, mesh=mesh, **WEIGHTS.get(name, {})) for mesh in (None, devices))
+        models, [vocabulary, *_] = (one, several), several.model.embed_tokens.weight[...].addressable_shards
         one, several = (decode(model, policy) for model in models)
         if name in IN_UNITS:
             pairs = zip(*(first_logits_in_units(model, policy) for model in models), strict=True)
@@ -161,6 +173,9 @@ def compared(name: str) -> dict:
         counts=difference[:, 1:].max((0, 2)).tolist(),
         attended=int(one["counters"][:, 1].sum()),
         in_place=several["in_place"],
+        stored=stored,
+        read=read,
+        vocabulary=len(vocabulary.data),
         collectives=several["collectives"],
     )
 

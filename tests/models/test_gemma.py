@@ -15,8 +15,8 @@ from icejax.cache.policies.full import Ring
 from icejax.cache.registry import Clustered, Full
 from icejax.engine.batch import empty_batch
 from icejax.engine.plan import make_plan
-from icejax.models.decoder import Embedding
 from icejax.models.parts.linear import RMSNorm
+from icejax.models.parts.vocabulary import Embedding
 from icejax.models.registry import family
 from icejax.session.session import Session
 from tests.helpers import families

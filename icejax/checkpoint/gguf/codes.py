@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from icejax.checkpoint.gguf.numbers import block_numbers
 from icejax.checkpoint.quantized.float4 import FLOAT4
 from icejax.checkpoint.quantized.layouts import Layout, Part, QuantizedMatrix, Shape
 
@@ -145,6 +146,13 @@ class Blocks(Layout):
     block: tuple[int | None, int | None] = (1, 32)
     kind: str
     turned: bool = False
+
+    @property
+    def units(self) -> tuple[int, int]:
+        return 1, block_numbers(self.kind)
+
+    def groups(self, shape: Shape) -> int:
+        return shape[1] // TYPES[self.kind][2]
 
     def parts(self, shape: Shape) -> dict[str, Part]:
         return {"weight": Part((self.kind,), (shape,))}

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import math
+
 import ml_dtypes
 import numpy as np
 from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from icejax.checkpoint import aligned
+from icejax.checkpoint import aligned, boxes
+from icejax.checkpoint.boxes import Box
 from icejax.checkpoint.gguf.metadata import Tensor
 from icejax.checks.errors import InputError, input_error_from
 
@@ -22,19 +25,33 @@ CODES = frozenset(  # the types that the package dequantises
 PIECE = 2**18  # numbers dequantised at once: more take longer, and the package's function takes several times their memory
 
 
-def read_numbers(tensor: Tensor, *, expert: int | None = None, heads: int = 0) -> np.ndarray:
-    """Returns the numbers of a tensor in its float type, or codes dequantised to float32; arguments as in `read_stored`."""
-    rows = read_stored(tensor, expert=expert, heads=heads)
-    shape = tensor.shape if expert is None else tensor.shape[1:]
-    return rows if tensor.type in FLOATS else _dequantised(rows.reshape(-1), tensor.type).reshape(shape)
+def read_numbers(tensor: Tensor, *, expert: int | None = None, heads: int = 0, box: Box | None = None) -> np.ndarray:
+    """Returns the numbers of a tensor in its float type, or codes dequantised to float32; arguments as in `read_stored`.
+
+    Of codes, the box may begin and end within blocks.
+    """
+    if tensor.type in FLOATS:
+        return read_stored(tensor, expert=expert, heads=heads, box=box)
+    box = boxes.whole(tensor.shape if expert is None else tensor.shape[1:]) if box is None else box
+    block, columns = block_numbers(tensor.type), box[-1]
+    around = (*box[:-1], slice(columns.start // block * block, -(-columns.stop // block) * block))
+    rows = read_stored(tensor, expert=expert, heads=heads, box=around)
+    numbers = _dequantised(rows.reshape(-1), tensor.type).reshape(boxes.sizes(around))
+    return numbers if around == box else numbers[boxes.within(box, around)]
 
 
-def read_stored(tensor: Tensor, *, expert: int | None = None, heads: int = 0) -> np.ndarray:
+def block_numbers(kind: str) -> int:
+    """Returns how many numbers a block of a type holds."""
+    return GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
+
+
+def read_stored(tensor: Tensor, *, expert: int | None = None, heads: int = 0, box: Box | None = None) -> np.ndarray:
     """Returns a tensor as it is stored: numbers of its float type, or the bytes of its blocks, u8[..., bytes of a row].
 
     Args:
         expert: reads its matrix alone from a tensor [E, ...]; None: the whole tensor.
         heads: number of heads whose interleaved rows are put in order; 0: none.
+        box: the numbers to read, in whole blocks, and in whole heads where their rows are interleaved; None: all.
 
     Raises:
         InputError: the file cannot be read, or has become shorter since its header was read.
@@ -43,16 +60,18 @@ def read_stored(tensor: Tensor, *, expert: int | None = None, heads: int = 0) ->
     if expert is not None:
         size //= shape[0]
         shape, start = shape[1:], start + expert * size
-    stored = aligned.empty((size,), np.dtype(np.uint8))
-    with input_error_from(f"{tensor.file} cannot be read"), tensor.file.open("rb") as stream:
-        stream.seek(start)
-        if stream.readinto(stored) < size:
-            raise InputError(f"{tensor.file} has become shorter while it was read: fetch it again")
-    if tensor.type in FLOATS:
-        stored = stored.view(FLOATS[tensor.type])
-    rows = stored.reshape(*shape[:-1], -1)
+    dtype = FLOATS.get(tensor.type, np.dtype(np.uint8))
+    width = size // math.prod(shape[:-1]) // dtype.itemsize  # of a row, in its stored units
+    if box is not None:
+        box = (*box[:-1], slice(*(bound * width // shape[-1] for bound in (box[-1].start, box[-1].stop))))
+    with input_error_from(f"{tensor.file} cannot be read"), tensor.file.open("rb", buffering=0) as stream:
+        try:
+            rows = boxes.read(stream, start, (*shape[:-1], width), dtype, box)
+        except EOFError:
+            raise InputError(f"{tensor.file} has become shorter while it was read: fetch it again") from None
     if heads:
-        rows = rows.reshape(heads, shape[0] // heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+        size = shape[0] // heads
+        rows = rows.reshape(len(rows) // size, size // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
     return rows
 
 

@@ -75,6 +75,11 @@ class Mapped:
     less: int = 0
     turned: bool = False
 
+    @property
+    def plain(self) -> bool:
+        """Whether its rows are those of one stored tensor."""
+        return len(self.stored) == 1 and not self.turned
+
 
 def mapped(raw: dict[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Mapped]:
     """Yields the tensors of a GGUF model under Hugging Face's names; a tensor of an unknown name keeps its name.

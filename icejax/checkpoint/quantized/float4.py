@@ -7,6 +7,7 @@ Example: the byte 0x21 holds the codes 1 and 2, which are 0.5 and 1.0; with a sc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,7 +15,8 @@ from typing import ClassVar
 import ml_dtypes
 import numpy as np
 
-from icejax.checkpoint.quantized.layouts import Layout, Part, QuantizedMatrix, Shape, nibbles
+from icejax.checkpoint.quantized.layouts import Layout, Part, QuantizedMatrix, Shape
+from icejax.checkpoint.quantized.words import nibbles
 
 FLOAT4, EXPONENTS = np.dtype(ml_dtypes.float4_e2m1fn), np.dtype(ml_dtypes.float8_e8m0fnu)
 # Twice the number of each e2m1 code: 0, 1, 2, 3, 4, 6, 8, 12, then the same with a minus.
@@ -39,6 +41,10 @@ class Float4(Layout):
     """
 
     powers: bool
+
+    @property
+    def units(self) -> tuple[int, int]:
+        return self.block[0] or 1, math.lcm(self.block[1] or 1, 2)  # a byte holds two codes of a row
 
     def parts(self, shape: Shape) -> dict[str, Part]:
         scales = {"weight_scale": Part(("U8", "F8_E8M0") if self.powers else ("F8_E4M3",), (self.grid(shape),))}

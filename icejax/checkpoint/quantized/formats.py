@@ -74,20 +74,27 @@ class Source:
     layout: Layout | None = None
     method: Method | None = None
 
-    def read(self, tensors: dict[str, np.ndarray], *, expert: int | None = None) -> np.ndarray | QuantizedMatrix:
-        """Returns the parameter from its stored tensors, as stored or as codes; with `expert`, the matrix of this expert.
+    def read(
+        self, tensors: dict[str, np.ndarray], *, expert: int | None = None, window: Shape | None = None
+    ) -> np.ndarray | QuantizedMatrix:
+        """Returns the parameter from its stored tensors, as stored or as codes.
 
         InputError if the tensors are not valid codes.
+
+        Args:
+            expert: the expert whose matrix is returned; None: all.
+            window: shape of the window of the matrix that is returned, whose boxes `tensors` are; None: all of it.
         """
         if self.layout is None or self.method is not None:
             tensor = next(iter(tensors.values()))
             return tensor if expert is None else tensor[expert]
-        prefix = self.layout.prefix(self.key)
+        prefix, shape = self.layout.prefix(self.key), self.shape if expert is None else self.shape[1:]
         parts = {key.removeprefix(prefix): tensor if expert is None else tensor[expert] for key, tensor in tensors.items()}
         try:
-            return self.layout.codes(self.shape if expert is None else self.shape[1:], parts)
+            self.layout.check(shape, parts)
         except InputError as error:
             raise InputError(f"{prefix}{error}: fetch the folder again") from None
+        return self.layout.codes(shape if window is None else window, parts)
 
     def about(self, stored: dict[str, tuple[Shape, str]]) -> dict[str, tuple[Shape, str]]:
         """Returns shape and dtype of each tensor that `written` returns, from shape and dtype of each stored tensor."""

@@ -4,7 +4,6 @@
 zero points [O, G]: a weight is (code - zero) * scale.
 
 Examples:
-    unpack: the word 0x76543210 holds the 4-bit numbers 0 1 2 3 4 5 6 7.
     spread: a matrix [3, 6] in blocks of 2 rows and 4 columns has scales [[1, 2], [3, 4]]. The last blocks are cut, so groups
         have gcd(6, 4) = 2 columns, and the scales per group are [[1, 1, 2], [1, 1, 2], [3, 3, 4]].
     weights: codes [[1, 2, 3, 4]], zero points [[1, 0]] and scales [[0.5, 2]] are the weights [[0, 0.5, 6, 8]].
@@ -21,6 +20,7 @@ from typing import ClassVar, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from icejax.checkpoint.quantized.words import pack, signed, unpack, word_count
 from icejax.checks.errors import InputError
 
 FLOATS = ("F32", "F16", "BF16")  # as safetensors names them
@@ -87,10 +87,17 @@ class Layout(abc.ABC):
     Attributes:
         block: rows and columns that share a scale; None: all rows, all columns.
         axes: axes of the parameter: 2, or 3 for the matrices of all experts, whose stored tensors have experts first.
+        uncut: names of stored tensors that `check` needs whole.
     """
 
     block: tuple[int | None, int | None]
     axes: ClassVar[int] = 2
+    uncut: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """Rows and columns that cannot be read apart, because they share a scale or a word."""
+        return self.block[0] or 1, self.block[1] or 1
 
     def prefix(self, key: str) -> str:
         """Returns the prefix of the stored tensors' names for the parameter `key`."""
@@ -100,9 +107,16 @@ class Layout(abc.ABC):
     def parts(self, shape: Shape) -> dict[str, Part]:
         """Returns the stored tensors of a matrix of `shape`, by their names after the prefix."""
 
+    def check(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> None:  # noqa: B027 (few layouts have anything to check)
+        """Raises InputError for faults of the stored tensors of a whole matrix that their shapes and dtypes do not show."""
+
     @abc.abstractmethod
     def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> QuantizedMatrix:
-        """Returns the matrix from its stored tensors; InputError for faults that shapes and dtypes do not show."""
+        """Returns the matrix, or a window of it that has `shape`, from its stored tensors or their boxes."""
+
+    def groups(self, shape: Shape) -> int:
+        """Returns the number of groups of a row in a matrix of `shape`."""
+        return shape[1] // math.gcd(shape[1], self.block[1] or shape[1])
 
     def about(self, shape: Shape) -> dict[str, tuple[Shape, str]]:
         """Returns shape and dtype of the tensors that `stored` (of Plain and Packed) makes of a matrix of `shape`, by name."""
@@ -176,22 +190,29 @@ class Packed(Layout):
     def parts(self, shape: Shape) -> dict[str, Part]:
         rows, columns = shape
         down, across = self.grid(shape)
-        zero = Part(("I32",), ((_words(down, self.bits), across),), needed=not self.symmetric)
+        zero = Part(("I32",), ((word_count(down, self.bits), across),), needed=not self.symmetric)
         return {
-            "weight_packed": Part(("I32",), ((rows, _words(columns, self.bits)),)),
+            "weight_packed": Part(("I32",), ((rows, word_count(columns, self.bits)),)),
             "weight_scale": Part(FLOATS, self.flat(shape)),
             "weight_zero_point": zero,
             "weight_shape": Part(("I64", "I32"), ((2,),)),
         }
 
-    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> QuantizedMatrix:
+    @property
+    def units(self) -> tuple[int, int]:
+        rows, columns = super().units
+        return rows * (1 if self.symmetric else 32 // self.bits), math.lcm(columns, 32 // self.bits)
+
+    def check(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> None:
         if tuple(stored := parts["weight_shape"].tolist()) != shape:
             raise InputError(f"weight_shape says {stored}, expected {list(shape)}")
-        codes = _signed(unpack(parts["weight_packed"], self.bits)[:, : shape[1]], self.bits)
+
+    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> QuantizedMatrix:
+        codes = signed(unpack(parts["weight_packed"], self.bits)[:, : shape[1]], self.bits)
         zero = parts.get("weight_zero_point")
         if zero is not None:
             stored = unpack(zero.T, self.bits)[:, : self.grid(shape)[0]].T
-            zero = self.spread(_signed(stored, self.bits), shape)
+            zero = self.spread(signed(stored, self.bits), shape)
         return QuantizedMatrix(codes, self.scale(parts["weight_scale"], shape), zero, self.bits)
 
     def stored(self, matrix: QuantizedMatrix) -> dict[str, np.ndarray]:
@@ -208,17 +229,21 @@ class Awq(Layout):
     """AutoAWQ's gemm form: qweight [I, O / 8] and zero points [G, O / 8], words of eight output rows in the order AWQ_ORDER."""
 
     def parts(self, shape: Shape) -> dict[str, Part]:
-        groups, words = self.grid(shape)[1], _words(shape[0], 4)
+        groups, words = self.grid(shape)[1], word_count(shape[0], 4)
         return {
             "qweight": Part(("I32",), ((shape[1], words),)),
             "qzeros": Part(("I32",), ((groups, words),)),
             "scales": Part(FLOATS, ((groups, shape[0]),)),
         }
 
+    @property
+    def units(self) -> tuple[int, int]:
+        return 8, super().units[1]
+
     def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> QuantizedMatrix:
         def nibbles(words: np.ndarray) -> np.ndarray:
             eights = unpack(words, 4).reshape(*words.shape, 8)[..., AWQ_ORDER]
-            return np.ascontiguousarray(_signed(eights.reshape(len(words), -1)[:, : shape[0]], 4).T)
+            return np.ascontiguousarray(signed(eights.reshape(len(words), -1)[:, : shape[0]], 4).T)
 
         zero = self.spread(nibbles(parts["qzeros"]), shape)
         return QuantizedMatrix(nibbles(parts["qweight"]), self.scale(parts["scales"].T, shape), zero, bits=4)
@@ -235,58 +260,31 @@ class Gptq(Layout):
 
     bits: int
     less: int
+    uncut: ClassVar[tuple[str, ...]] = ("g_idx",)
 
     def parts(self, shape: Shape) -> dict[str, Part]:
         rows, columns = shape
         groups = self.grid(shape)[1]
         return {
-            "qweight": Part(("I32",), ((_words(columns, self.bits), rows),)),
-            "qzeros": Part(("I32",), ((groups, _words(rows, self.bits)),)),
+            "qweight": Part(("I32",), ((word_count(columns, self.bits), rows),)),
+            "qzeros": Part(("I32",), ((groups, word_count(rows, self.bits)),)),
             "scales": Part(FLOATS, ((groups, rows),)),
             "g_idx": Part(("I32",), ((columns,),)),
             "bias": Part(FLOATS, ((rows,),), needed=False),  # AutoGPTQ writes a bias of zeros where the model has none
         }
 
-    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> QuantizedMatrix:
+    @property
+    def units(self) -> tuple[int, int]:
+        return 32 // self.bits, math.lcm(super().units[1], 32 // self.bits)
+
+    def check(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> None:
         if not np.array_equal(parts["g_idx"], np.arange(shape[1]) // (self.block[1] or shape[1])):
             raise InputError("g_idx is not in order (act-order is not supported)")
         if "bias" in parts and parts["bias"].any():
             raise InputError("bias is not zero, and config.json says that there is none")
-        codes = _signed(unpack(parts["qweight"].T, self.bits)[:, : shape[1]], self.bits)
+
+    def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> QuantizedMatrix:
+        codes = signed(unpack(parts["qweight"].T, self.bits)[:, : shape[1]], self.bits)
         zero = unpack(parts["qzeros"], self.bits)[:, : shape[0]].T + np.uint8(self.less)
-        zero = _signed(zero & np.uint8(2**self.bits - 1), self.bits)
+        zero = signed(zero & np.uint8(2**self.bits - 1), self.bits)
         return QuantizedMatrix(codes, self.scale(parts["scales"].T, shape), self.spread(zero, shape), self.bits)
-
-
-def unpack(words: np.ndarray, bits: int) -> np.ndarray:
-    """Returns the numbers of `bits` bits (4 or 8) in words i32[..., W], the lowest first: u8[..., 32 / bits W]."""
-    packed = np.ascontiguousarray(words, "<i4").view(np.uint8)
-    return nibbles(packed) if bits == 4 else packed.copy()
-
-
-def nibbles(packed: np.ndarray) -> np.ndarray:
-    """Returns the 4-bit numbers in bytes u8[..., C], the lower nibble first: u8[..., 2 C]."""
-    numbers = np.empty((*packed.shape, 2), np.uint8)
-    np.bitwise_and(packed, 15, out=numbers[..., 0])
-    np.right_shift(packed, 4, out=numbers[..., 1])
-    return numbers.reshape(*packed.shape[:-1], -1)
-
-
-def pack(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """Returns numbers u8[R, C] packed in words i32[R, W], as `unpack` reads them; unused bits of the last word are 0."""
-    if missing := -numbers.shape[1] % (32 // bits):
-        numbers = np.pad(numbers, ((0, 0), (0, missing)))
-    if bits == 4:
-        numbers = numbers[:, ::2] | numbers[:, 1::2] << 4
-    return np.ascontiguousarray(numbers).view("<i4")
-
-
-def _signed(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Returns unsigned codes or zero points less 2^(bits - 1), as int8: weights do not change if both are shifted."""
-    codes -= np.uint8(2 ** (bits - 1))
-    return codes.view(np.int8)
-
-
-def _words(count: int, bits: int) -> int:
-    """Returns how many 32-bit words hold `count` numbers of `bits` bits."""
-    return math.ceil(count * bits / 32)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from icejax.checkpoint import aligned
+from icejax.checkpoint.boxes import Box
 from icejax.checkpoint.gguf.codes import TYPES, Blocks
 from icejax.checkpoint.gguf.folder import pointed_model
 from icejax.checkpoint.gguf.numbers import CODES, FLOATS, read_numbers, read_stored
@@ -27,8 +28,8 @@ LOG = logging.getLogger(__name__)
 
 def keys(
     folder: Path, *, as_codes: bool = False
-) -> Iterator[tuple[str, tuple[int, ...], str, Callable[[], np.ndarray], Layout | None]]:
-    """Yields key, shape, dtype, the function that reads it and its layout for every tensor.
+) -> Iterator[tuple[str, tuple[int, ...], str, Callable[..., np.ndarray], Layout | None, bool]]:
+    """Yields key, shape, dtype, the function that reads it, its layout, and whether that reads boxes, for every tensor.
 
     Args:
         as_codes: whether matrices in types of `codes.TYPES` are read as bytes, with that type as dtype and a layout; all others
@@ -41,9 +42,9 @@ def keys(
         dtype = _dtype(entry)
         if as_codes and _is_coded(entry):
             layout = Blocks(kind=entry.stored[0].type, turned=entry.turned)
-            yield entry.key, entry.shape, layout.kind, functools.partial(_read_bytes, entry), layout
+            yield entry.key, entry.shape, layout.kind, functools.partial(_read_bytes, entry), layout, entry.plain
         else:
-            yield entry.key, entry.shape, dtype, functools.partial(read_tensor, entry), None
+            yield entry.key, entry.shape, dtype, functools.partial(read_tensor, entry), None, entry.plain
 
 
 def tell_types(folder: Path, *, as_codes: bool = False) -> None:
@@ -56,11 +57,14 @@ def tell_types(folder: Path, *, as_codes: bool = False) -> None:
         LOG.info("%s: tensors are dequantised as they are read: %s", model.files[0], types)
 
 
-def read_tensor(entry: Mapped) -> np.ndarray:
-    """Returns one tensor; of the tensors of all experts, one expert's matrix at a time is in memory beside the result."""
-    first, *others = entry.stored
-    if not others and not entry.turned:
-        numbers = read_numbers(first, expert=entry.expert, heads=entry.heads)
+def read_tensor(entry: Mapped, box: Box | None = None) -> np.ndarray:
+    """Returns one tensor, or a box of it, which an entry that is not `plain` does not have.
+
+    Of the tensors of all experts, one expert's matrix at a time is in memory beside the result.
+    """
+    first = entry.stored[0]
+    if entry.plain:
+        numbers = read_numbers(first, expert=entry.expert, heads=entry.heads, box=box)
         return numbers - np.float32(entry.less) if entry.less else numbers
     tensor, step = aligned.empty(entry.shape, huggingface.DTYPES[_dtype(entry)]), len(entry.stored)
     for expert in range(entry.shape[0]):
@@ -69,9 +73,9 @@ def read_tensor(entry: Mapped) -> np.ndarray:
     return tensor
 
 
-def _read_bytes(entry: Mapped) -> np.ndarray:
-    """Returns the bytes of a tensor's blocks, u8[..., bytes of a row]; rows of several tensors alternate."""
-    parts = [read_stored(tensor, expert=entry.expert, heads=entry.heads) for tensor in entry.stored]
+def _read_bytes(entry: Mapped, box: Box | None = None) -> np.ndarray:
+    """Returns the bytes of a tensor's blocks, or of a box, u8[..., bytes of a row]; rows of several tensors alternate."""
+    parts = [read_stored(tensor, expert=entry.expert, heads=entry.heads, box=box) for tensor in entry.stored]
     return parts[0] if len(parts) == 1 else np.stack(parts, axis=2).reshape(len(parts[0]), -1, parts[0].shape[-1])
 
 

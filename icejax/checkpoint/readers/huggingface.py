@@ -17,7 +17,8 @@ import ml_dtypes  # noqa: F401 (registers bfloat16 and fp8 with numpy)
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from icejax.checkpoint import aligned
+from icejax.checkpoint import boxes
+from icejax.checkpoint.boxes import Box
 from icejax.checks import json_file
 from icejax.checks.errors import InputError, listed, quoted
 
@@ -77,18 +78,21 @@ def keys(files: Iterable[Path]) -> Iterator[tuple[str, Path, tuple[int, ...], st
                 yield key, file, tuple(stored.get_shape()), stored.get_dtype()
 
 
-def read_tensor(file: Path, key: str) -> np.ndarray:
-    """Returns one tensor from its stored bytes: safetensors has no fp8 for numpy, and keeps the file's pages mapped."""
+def read_tensor(file: Path, key: str, box: Box | None = None) -> np.ndarray:
+    """Returns one tensor, or a box of it, from its stored bytes.
+
+    safetensors has no fp8 for numpy, and keeps the file's pages mapped.
+    """
     with _open(file):  # checks the header, and that the file holds all tensors it names
         pass
-    with file.open("rb") as stream:
+    with file.open("rb", buffering=0) as stream:
         (size,) = struct.unpack("<Q", stream.read(8))
         about = json.loads(stream.read(size))[key]
-        stream.seek(8 + size + about["data_offsets"][0])
-        tensor = aligned.empty(tuple(about["shape"]), np.dtype(DTYPES[about["dtype"]]))
-        if stream.readinto(tensor.reshape(-1).view(np.uint8)) < tensor.nbytes:
-            raise InputError(f"{file} is not a whole safetensors file (it ends within {key}): fetch it again")
-        return tensor
+        start = 8 + size + about["data_offsets"][0]
+        try:
+            return boxes.read(stream, start, about["shape"], np.dtype(DTYPES[about["dtype"]]), box)
+        except EOFError:
+            raise InputError(f"{file} is not a whole safetensors file (it ends within {key}): fetch it again") from None
 
 
 def _open(file: Path):

@@ -15,7 +15,7 @@ from flax import nnx
 from jax import lax
 
 from icejax.engine.buckets import bucket
-from icejax.engine.layers import run_exact, run_layers
+from icejax.engine.layers import embed, run_exact, run_layers
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.models.sharding import module_cuts
 from icejax.ops.experts.offloaded_experts import is_offloaded, with_experts_on_device
@@ -43,7 +43,7 @@ def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
     lengths = jnp.asarray([len(tokens)], jnp.int32)
     outputs = run_layers(
         model,
-        model.model.embed_tokens(jnp.asarray(padded)),
+        embed(model, jnp.asarray(padded)),
         lambda layer, x, _: _output(with_experts_on_device(layer), x, lengths),
     )
     for i, (x, _) in enumerate(outputs):

@@ -196,6 +196,9 @@ def test_numbers_of_each_type_are_the_packages(kind, tmp_path, monkeypatch):
     assert tensor.shape == expected.shape == (2, 9, columns)
     for ours, theirs in ((read_numbers(tensor), expected), (read_numbers(tensor, expert=1), expected[1])):
         np.testing.assert_array_equal(ours.astype(np.float32).view(np.uint32), theirs.view(np.uint32))
+    for box in ((slice(2, 7), slice(0, columns)), (slice(0, 9), slice(40, columns - 24))):
+        ours = read_numbers(tensor, expert=1, box=box).astype(np.float32)
+        np.testing.assert_array_equal(ours.view(np.uint32), expected[1][box].view(np.uint32))
 
 
 def test_a_type_that_is_not_read_is_one_line(tmp_path):

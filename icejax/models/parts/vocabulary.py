@@ -1,0 +1,83 @@
+"""The ends of a model: the token embedding before its layers, the final norm and the output head behind them.
+
+On a mesh each device has a part of the rows of embedding and head. An embedding is then the sum over the devices, of which one
+has the token's row and the others zeros. Logits are gathered. Rows of zeros fill a vocabulary that the devices do not divide.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from icejax.models.sharding import module_cuts
+from icejax.ops.quantized.products import Grouped, product, rows
+from icejax.runtime.mesh import WHOLE, Mesh, gathered, on_mesh, place, total
+
+
+class Embedding(nnx.Module):
+    """The token embedding, multiplied by `scale` in its dtype.
+
+    Attributes:
+        mesh: the devices that each have a part of the rows; None: one device has all.
+    """
+
+    def __init__(self, vocab_size: int, features: int, *, scale: float, dtype: str, mesh: Mesh | None = None) -> None:
+        self.weight = nnx.Param(jnp.zeros((vocab_size, features), dtype))
+        self.scale, self.dtype, self.mesh = scale, dtype, mesh
+
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        x = rows(self.weight.get_value(), tokens, self.dtype) if self.mesh is None else self._from_parts(tokens)
+        return x if self.scale == 1.0 else x * jnp.asarray(self.scale, x.dtype)
+
+    def _from_parts(self, tokens: jax.Array) -> jax.Array:
+        weight = self.weight.get_value()
+        count = weight.scale.shape[0 if weight.by_row else 1] if isinstance(weight, Grouped) else len(weight)
+        places = tokens - place() * count
+        here = (places >= 0) & (places < count)
+        own = rows(weight, jnp.where(here, places, 0), self.dtype)
+        return total(self.mesh, jnp.where(here[..., None], own, jnp.zeros((), own.dtype)))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["embed_tokens", "norm", "head"],
+    meta_fields=["final_logit_softcapping", "vocab_size", "mesh"],
+)
+@dataclass(frozen=True)
+class Ends:
+    """A model without its layers: what comes before the first one and behind the last one.
+
+    Attributes:
+        head: the matrix of the output head.
+        final_logit_softcapping, vocab_size: as in `ModelConfig`.
+        mesh: as in `CausalLM`.
+    """
+
+    embed_tokens: Embedding
+    norm: nnx.Module
+    head: nnx.Param
+    final_logit_softcapping: float | None
+    vocab_size: int
+    mesh: Mesh | None
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Returns the first layer's input."""
+        return self.embed_tokens(tokens)
+
+    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Returns the fp32 logits of the last layer's output."""
+        logits, cap = (
+            gathered(self.mesh, product(self.norm(x), self.head.get_value()), self.vocab_size),
+            self.final_logit_softcapping,
+        )
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def on_devices(self, function: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+        """Returns `function(ends, x)`, of `embed` or `logits`, where the caller is not on a mesh's devices itself."""
+        return on_mesh(self.mesh, function, (self, x), (module_cuts(self), WHOLE), WHOLE)
