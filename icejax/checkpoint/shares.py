@@ -34,7 +34,7 @@ def are_readable(tensors: Tensors, key: str, axis: int) -> bool:
     for source in sources:
         if not all(tensors.stored[part].in_boxes for part in source.parts if part in tensors.stored):
             return False
-        if source.method is not None and by_column and source.layout.block[1] is None:
+        if source.method is not None and by_column and source.layout.groups((1, mapping.columns)) == 1:
             return False
         if source.layout is not None and source.method is None and mapping.whole:
             return False

@@ -149,8 +149,6 @@ def check_mesh(config: ModelConfig, mesh: Mesh | None) -> None:
     if mesh is None:
         return
     kinds = {
-        "experts beside an MLP": config.experts is not None and config.experts.beside,
-        "biases of experts": config.experts is not None and config.experts.form.biased,
         "latent attention": config.latent is not None,
         "norms over all heads": config.qk_norm == "all",
         "LongRoPE": config.short_context is not None,
@@ -173,7 +171,7 @@ def _inner_sizes(config: ModelConfig) -> tuple[int, ...]:
     """Returns the inner sizes of the MLPs of all layers."""
     mixtures = [layer.experts for layer in config.layers if layer.experts is not None]
     sizes = {size for mixture in mixtures for size in (mixture.size, mixture.shared) if size}
-    if len(mixtures) < len(config.layers):
+    if any(layer.experts is None or layer.experts.beside for layer in config.layers):
         sizes.add(config.intermediate_size)
     return tuple(sorted(sizes))
 

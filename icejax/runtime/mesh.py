@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -98,6 +99,11 @@ def total(mesh: Mesh | None, x: jax.Array) -> jax.Array:
         return x
     with jax.named_scope("total"):
         return lax.psum(x, AXIS)
+
+
+def once(mesh: Mesh | None, x: jax.Array) -> jax.Array:
+    """Returns what every device has whole so that `total` counts it once: zeros on all devices but the first."""
+    return x if mesh is None else jnp.where(place() == 0, x, jnp.zeros((), x.dtype))
 
 
 def gathered(mesh: Mesh | None, x: jax.Array, count: int) -> jax.Array:

@@ -22,11 +22,13 @@ import icejax
 from icejax.cache.options import make_policy
 from icejax.checkpoint import boxes
 from icejax.checkpoint.load import abstract, load_model, read_config
+from icejax.checkpoint.tensor_mapping import tensor_mappings
 from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.prefill import pool_for, prefill
 from icejax.engine.sampling import Sampling
 from icejax.engine.units.job import PrefillJob
 from icejax.engine.units.sizes import UnitSizes
+from icejax.models.registry import family
 from tests.helpers.letters import Letters
 from tests.helpers.run import plan_for
 
@@ -56,6 +58,19 @@ EXPERTS = {key: value for key, value in LLAMA.items() if key != "attention_bias"
     decoder_sparse_step=1,
     mlp_only_layers=[1],
 )
+PLAIN = {key: value for key, value in LLAMA.items() if key not in ("attention_bias", "tie_word_embeddings")} | dict(
+    sliding_window=32, layer_types=["sliding_attention", "full_attention"]
+)
+GPT_OSS = PLAIN | dict(model_type="gpt_oss", num_local_experts=8, num_experts_per_tok=2)
+GEMMA4 = PLAIN | dict(
+    model_type="gemma4_text",
+    global_head_dim=32,
+    hidden_size_per_layer_input=0,
+    enable_moe_block=True,
+    num_experts=8,
+    top_k_experts=2,
+    moe_intermediate_size=16,
+)
 # The model, the cache, its options, and the number of devices.
 CASES = {
     "full-2": (LLAMA, "full", {}, 2),
@@ -66,6 +81,8 @@ CASES = {
     "coded": (LLAMA | dict(num_hidden_layers=1), "coded", dict(budget=64), 2),
     "snapkv": (LLAMA, "snapkv", dict(budget=64), 8),
     "experts": (EXPERTS, "full", {}, 8),
+    "biased experts": (GPT_OSS, "full", {}, 4),
+    "experts beside": (GEMMA4, "full", {}, 4),
     "int4": (LLAMA, "full", {}, 2),
 }
 WEIGHTS = {"int4": dict(quantize="int4")}  # options of loading
@@ -77,13 +94,13 @@ LENGTHS, STEPS = (150, 77), 40  # of the prompts, and steps: two pages become fu
 def checkpoint(raw: dict, folder: Path) -> Path:
     """Writes a checkpoint of a config with random weights of standard deviation fan_in^-1/2, and random biases and norms."""
     (folder / "config.json").write_text(json.dumps(raw))
-    rng, tensors = np.random.default_rng(0), {}
-    for key, shape in abstract(read_config(folder), "float32")[1].items():
-        scale = shape.shape[-1] ** -0.5 if len(shape.shape) > 1 else 0.1
-        centre = 1.0 if key.endswith("norm.weight") else 0.0
-        tensor = (centre + scale * rng.standard_normal(shape.shape)).astype(np.float32)
-        parts = enumerate(tensor) if ".experts." in key else ()
-        tensors |= {key.replace("experts.", f"experts.{i}."): part for i, part in parts} or {key: tensor}
+    rng, tensors, form = np.random.default_rng(0), {}, family(raw)
+    shapes = {key: parameter.shape for key, parameter in abstract(read_config(folder), "float32")[1].items()}
+    for mapping in tensor_mappings(shapes, form).values():
+        for key in (key for key in mapping.keys if key not in tensors):
+            scale = mapping.columns**-0.5 if len(mapping.shape) > 1 else 0.1
+            centre = 1.0 if "norm" in key else 0.0
+            tensors[key] = (centre + scale * rng.standard_normal(mapping.shape)).astype(np.float32)
     save_file(tensors, folder / "model.safetensors")
     return folder
 

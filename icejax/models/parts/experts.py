@@ -15,7 +15,7 @@ from icejax.ops.experts.mixture import ExpertWeights, mix_experts
 from icejax.ops.experts.offloaded_experts import OffloadedExperts
 from icejax.ops.quantized.products import product
 from icejax.ops.topk import best
-from icejax.runtime.mesh import Mesh, total
+from icejax.runtime.mesh import Mesh, once, total
 
 
 class Router(nnx.Module):
@@ -82,7 +82,8 @@ class ExpertStack(nnx.Module):
         self.down_proj = matrices(features, experts.size)
 
     def __call__(self, x: Float[Array, "T D"], ids: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T D"]:
-        biases = (part.bias[...] for part in self._parts if self.form.biased)
+        biases = [part.bias[...] for part in self._parts if self.form.biased]
+        biases[2:] = [once(self.summed_over, bias) for bias in biases[2:]]  # of the outputs, which are sums over the devices
         matrices = ExpertWeights(*(part.weight.get_value() for part in self._parts), *biases)
         return total(self.summed_over, mix_experts(x, matrices, ids, weights, form=self.form))
 
