@@ -27,7 +27,14 @@ IMPORTED = [
 PLAIN = ["--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:anyio", "--hypothesis-profile=planted"]
 # Module, text that occurs once, the fault in its place, the test that is to notice.
 FAULTS = (
-    ("models/sharding.py", 'module in BY_OUTPUT or name == "sinks"', "module in BY_OUTPUT", "engine/test_several_devices.py::test_weights_are_cut_by_heads_and_inner_channels"),
+    ("checkpoint/boxes.py", "view = view[count:]", "view = view[len(view) :]", "checkpoint/test_shares.py::test_a_box_of_a_file_is_read_alone"),
+    ("checkpoint/shares.py", "if name in layout.uncut", "if False", "checkpoint/test_shares.py::test_a_share_of_codes_is_that_of_the_whole[gptq]"),
+    ("checkpoint/shares.py", "if shape[1] % columns:", "if False:", "checkpoint/test_shares.py::test_groups_of_a_share_are_those_of_the_whole"),
+    ("checkpoint/shares.py", "source.layout.groups((1, mapping.columns)) == 1", "False", "checkpoint/test_shares.py::test_what_needs_the_whole_is_read_whole"),
+    ("models/sharding.py", "min(step * (device + 1), size)", "step * (device + 1)", "engine/test_several_devices.py::test_a_vocabulary_that_the_devices_do_not_divide_is_filled_with_zeros"),
+    ("models/parts/vocabulary.py", "(places >= 0) & (places < count)", "places < count", "engine/test_several_devices.py::test_a_vocabulary_in_parts_embeds_and_scores_as_one"),
+    ("runtime/mesh.py", "place() == 0", "place() >= 0", "engine/test_several_devices.py::test_a_vocabulary_in_parts_embeds_and_scores_as_one"),
+    ("models/sharding.py", 'module in BY_OUTPUT or name in ("sinks", "head")', "module in BY_OUTPUT", "engine/test_several_devices.py::test_weights_are_cut_by_heads_and_inner_channels"),
     ("models/sharding.py", "all(size % count == 0 for size in sizes)", "any(size % count == 0 for size in sizes)", "engine/test_several_devices.py::test_numbers_that_do_not_divide_are_refused_by_name"),
     ("models/sharding.py", "weight.scale.shape[columns] > 1", "weight.scale.shape[columns] > 9", "engine/test_several_devices.py::test_codes_are_cut_with_their_scales"),
     ("runtime/mesh.py", "if sizes[0] != sizes[1]]", "if sizes[0] == sizes[1]]", "engine/test_several_devices.py::test_cuts_are_where_shares_differ"),

@@ -38,11 +38,11 @@ class Reads(list):
         return Stored(array.shape, "F32", read)
 
 
-def coded(key: str, format, arrays: dict[str, np.ndarray], reads: Reads) -> Tensors:
+def coded(key: str, format, arrays: dict[str, np.ndarray], reads: Reads, shape: tuple[int, int] = SHAPE) -> Tensors:
     """Returns a matrix of codes as the tensors of a folder."""
-    sources = formats.sources({"quantization_config": format.config}, {key: SHAPE})
+    sources = formats.sources({"quantization_config": format.config}, {key: shape})
     stored = {f"{key.removesuffix('weight')}{name}": reads.of(array) for name, array in arrays.items()}
-    return Tensors("", {key: TensorMapping((key,), SHAPE)}, sources, stored)
+    return Tensors("", {key: TensorMapping((key,), shape)}, sources, stored)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -75,6 +75,20 @@ def test_a_share_of_codes_is_that_of_the_whole(name):
             shares.read(tensors, key, sharding.box(key, SHAPE, Mesh(2), device), **DENSE)
         largest = max(array.nbytes for array in arrays.values())
         assert max(reads) == largest // 2 and sum(reads) <= sum(array.nbytes for array in arrays.values()) + largest // 4
+
+
+def test_groups_of_a_share_are_those_of_the_whole():
+    """Blocks of 40 columns do not divide 100, so groups have 20, and a fifth of the columns is half a block."""
+    format, shape = FORMATS["fp8-blocks"], (32, 100)
+    arrays = {k: _numpy(x) for k, x in format.write(np.random.default_rng(0).standard_normal(shape).astype(np.float32)).items()}
+    tensors = coded(DOWN, format, arrays, Reads(), shape)
+    whole, *parts = (
+        shares.read(tensors, DOWN, box, dtype=None, codes=True, on_cpu=True)
+        for box in (None, *(sharding.box(DOWN, shape, Mesh(5), device) for device in range(5)))
+    )
+    assert shares.groups(tensors, DOWN) == 5
+    assert np.array_equal(np.concatenate([part.codes for part in parts], axis=1), whole.codes)
+    assert np.array_equal(np.concatenate([part.scale for part in parts], axis=1), whole.scale)
 
 
 def test_shares_of_tensors_that_hold_several_matrices():

@@ -17,6 +17,7 @@ import icejax
 from icejax.checkpoint.load import read_config
 from icejax.checks.errors import InputError
 from icejax.models import sharding
+from icejax.models.parts.vocabulary import Embedding
 from icejax.ops.quantized.products import Grouped
 from icejax.runtime import mesh
 from tests import tolerances
@@ -103,6 +104,24 @@ def test_a_vocabulary_that_the_devices_do_not_divide_is_filled_with_zeros():
     assert parts == [slice(0, 3), slice(3, 6), slice(6, 7)]
     assert np.array_equal(sharding.part(weight, mesh.cut(0), mesh.Mesh(3), 2), weight[6:])
     assert np.array_equal(sharding._filled(2, weight[6:], mesh.cut(0)), [[13, 14], [0, 0], [0, 0]])
+
+
+def test_a_vocabulary_in_parts_embeds_and_scores_as_one():
+    """Devices are simulated by a mapped axis. The last device has a row of zeros behind the vocabulary of 11."""
+    rng, devices = np.random.default_rng(0), mesh.Mesh(4)
+    matrix, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((12, 5), (2, 3, 5)))
+    tokens = np.array([[0, 2, 3], [10, 5, 6]], np.int32)
+    _, tree = jax.tree.flatten(Embedding(12, 5, scale=2.0, dtype="float32", mesh=devices))
+
+    def run(part):
+        logits = mesh.gathered(devices, x @ part.T, 11)
+        return jax.tree.unflatten(tree, [part])(tokens), logits, mesh.total(devices, mesh.once(devices, x))
+
+    embedded, logits, counted = jax.vmap(run, axis_name=mesh.AXIS)(matrix.reshape(4, 3, 5))
+    for device in range(4):
+        np.testing.assert_array_equal(embedded[device], 2 * matrix[tokens])
+        np.testing.assert_allclose(logits[device], x @ matrix[:11].T, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(counted[device], x)
 
 
 def test_cuts_are_where_shares_differ():
