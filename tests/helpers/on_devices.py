@@ -29,6 +29,7 @@ from icejax.engine.sampling import Sampling
 from icejax.engine.units.job import PrefillJob
 from icejax.engine.units.sizes import UnitSizes
 from icejax.models.registry import family
+from icejax.runtime import devices
 from tests.helpers.letters import Letters
 from tests.helpers.run import plan_for
 
@@ -172,10 +173,10 @@ def load_counting(path: Path, **options) -> tuple:
 
 def compared(name: str) -> dict:
     """Returns how a model on several devices compares with the model on one."""
-    (raw, cache, options, devices), in_units = CASES[name], []
+    (raw, cache, options, count), in_units = CASES[name], []
     with tempfile.TemporaryDirectory() as folder:
         path, policy = checkpoint(raw, Path(folder)), make_policy(cache, options)
-        (one, stored), (several, read) = (load_counting(path, mesh=mesh, **WEIGHTS.get(name, {})) for mesh in (None, devices))
+        (one, stored), (several, read) = (load_counting(path, mesh=mesh, **WEIGHTS.get(name, {})) for mesh in (None, count))
         models, [vocabulary, *_] = (one, several), several.model.embed_tokens.weight[...].addressable_shards
         one, several = (decode(model, policy) for model in models)
         if name in IN_UNITS:
@@ -198,6 +199,7 @@ def compared(name: str) -> dict:
 
 
 if __name__ == "__main__":
+    devices.set_limits()
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     for name in sys.argv[1:]:
         print(json.dumps(dict(case=name) | compared(name)), flush=True)
