@@ -1,7 +1,7 @@
 """Reads a device's share of a parameter, a box of it, from the boxes of the stored tensors that hold it.
 
-`icejax.checkpoint.load` calls it for a model on several devices. Codes are read in whole blocks and words, and what a box then
-has too much is cut off.
+`icejax.checkpoint.load` calls it for a model on several devices. Codes are read in whole blocks and words, of which a box
+may be a part.
 
 Example, the rows 6 to 9 of an AWQ matrix [16, 256]: a word holds 8 rows, so the rows 0 to 16 are read, which are the columns 0
 and 1 of the words `qweight` [256, 2] and `qzeros` [2, 2], and the columns 0 to 16 of `scales` [2, 16].
@@ -25,8 +25,8 @@ from icejax.checkpoint.tensors import Tensors
 def are_readable(tensors: Tensors, key: str, axis: int) -> bool:
     """Says whether a share of a parameter, which is cut along `axis`, can be read without the rest.
 
-    It cannot if rows are rounded whose scale comes from all of their columns, nor from an Orbax folder, nor from tensors of all
-    experts whose rows alternate between projections or hold codes.
+    It cannot if rows are rounded whose scale comes from all of their columns, in an Orbax folder, or in a tensor of all experts
+    that holds codes or whose rows alternate between projections.
     """
     mapping = tensors.mappings[key]
     sources = [tensors.sources[stored_key] for stored_key in mapping.keys]
@@ -100,9 +100,8 @@ def _codes(tensors: Tensors, source: Source, box: Box) -> np.ndarray | Quantized
 def around(layout: Layout, shape: Shape, box: Box) -> Box:
     """Returns a box of a matrix of codes, widened to the whole blocks and words that can be read without the rest."""
     rows, columns = layout.units
-    columns = (
-        shape[1] if shape[1] % columns else columns
-    )  # else groups of a part would have other sizes than those of the whole
+    if shape[1] % columns:
+        columns = shape[1]  # else groups of a part would have other sizes than those of the whole
     return tuple(
         slice(axis.start // unit * unit, min(-(-axis.stop // unit) * unit, size))
         for axis, unit, size in zip(box, (rows, columns), shape, strict=True)

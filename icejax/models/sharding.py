@@ -64,7 +64,7 @@ def weight_cuts(key: str, weight: Any, *, groups: int | None = None) -> Any:
 
 def check_groups(key: str, groups: int, mesh: Mesh) -> None:
     """Raises InputError if a mesh would cut groups of a quantised matrix's columns, of which each row has `groups`."""
-    if key.split(".")[-2:-1][0] in BY_INPUT and groups > 1 and groups % mesh.heads:
+    if key.split(".")[-2] in BY_INPUT and groups > 1 and groups % mesh.heads:
         raise InputError(f"mesh {AXIS}={mesh.heads} does not divide the {groups} groups of columns of {key}: use fewer devices")
 
 
