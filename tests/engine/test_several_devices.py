@@ -61,8 +61,8 @@ def test_what_is_saved_on_several_devices_goes_on_on_others():
     """Sessions, prefixes on the disk, and rows that are prefilled anew."""
     for result in on_devices(*KEPT):
         assert result["same_texts"] and result.get("same_bits", True) and result.get("same_last", True)
-        # A document of 300 tokens shares its first block with the second question, which stores it.
-        assert result.get("cached", []) in ([], CACHED)
+        # The second question stores the document's first block, in the folder too, which two later engines read.
+        assert result.get("cached") in (None, [[0, 0, 256]] * 2 + [[256] * 3] * 2)
 
 
 def config(tmp_path, **changes):
