@@ -101,6 +101,7 @@ def checkpoint(raw: dict, folder: Path) -> Path:
         centre = 1.0 if key.endswith("norm.weight") else 0.0
         tensor = (centre + scale * rng.standard_normal(shape.shape)).astype(np.float32)
         parts = enumerate(tensor) if ".experts." in key else ()
+        key = key.replace("shared_expert.", "shared_experts.") if "kv_lora_rank" in raw else key  # as DeepSeek names it
         tensors |= {key.replace("experts.", f"experts.{i}."): part for i, part in parts} or {key: tensor}
     save_file(tensors, folder / "model.safetensors")
     return folder
