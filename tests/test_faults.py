@@ -35,6 +35,8 @@ FAULTS = (
     ("models/parts/vocabulary.py", "(places >= 0) & (places < count)", "places < count", "engine/test_several_devices.py::test_a_vocabulary_in_parts_embeds_and_scores_as_one"),
     ("runtime/mesh.py", "place() == 0", "place() >= 0", "engine/test_several_devices.py::test_a_vocabulary_in_parts_embeds_and_scores_as_one"),
     ("models/sharding.py", 'module in BY_OUTPUT or name in ("sinks", "head")', "module in BY_OUTPUT", "engine/test_several_devices.py::test_weights_are_cut_by_heads_and_inner_channels"),
+    ("models/sharding.py", '"q_b_proj", "kv_b_proj", "embed', '"q_b_proj", "embed', "engine/test_several_devices.py::test_weights_are_cut_by_heads_and_inner_channels"),
+    ("cache/policies/packed.py", "return not self.estimate", "return True", "engine/test_several_devices.py::test_caches_that_mix_heads_are_refused"),
     ("models/sharding.py", "all(size % count == 0 for size in sizes)", "any(size % count == 0 for size in sizes)", "engine/test_several_devices.py::test_numbers_that_do_not_divide_are_refused_by_name"),
     ("models/sharding.py", "weight.scale.shape[columns] > 1", "weight.scale.shape[columns] > 9", "engine/test_several_devices.py::test_codes_are_cut_with_their_scales"),
     ("runtime/mesh.py", "if sizes[0] != sizes[1]]", "if sizes[0] == sizes[1]]", "engine/test_several_devices.py::test_cuts_are_where_shares_differ"),

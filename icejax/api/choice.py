@@ -92,11 +92,13 @@ def this_machine(model: CausalLM, *, device_memory: int | None = None, host_memo
         host_memory_limit: bytes of host memory that pages may take; None: all that is free.
     """
     free, size = devices.host_free(), devices.check_limit(device_memory, name="device_memory")
+    count = mesh.size(model.mesh)
+    copies = 1 if model.config.latent is None else count  # of a latent cache, one on each device
     return Machine(
         platform=devices.platform(),
         kind=devices.device().device_kind,
-        device_free=devices.device_free(model, size, count=mesh.size(model.mesh)),
-        host_free=free if host_memory_limit is None else min(free, host_memory_limit),
+        device_free=devices.device_free(model, size, count=count) // copies,
+        host_free=(free if host_memory_limit is None else min(free, host_memory_limit)) // copies,
         one_memory=devices.platform() == "cpu" and device_memory is None,
     )
 

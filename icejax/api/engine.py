@@ -27,7 +27,6 @@ from icejax.engine.serving.scheduler import Load
 from icejax.engine.serving.thread import EngineThread, Handle
 from icejax.files.atomic_folder import as_path
 from icejax.models.decoder import CausalLM
-from icejax.models.sharding import check_one_device
 from icejax.runtime import devices
 
 
@@ -92,7 +91,6 @@ class Engine:
         integer("prefix_memory", prefix_memory, least=0, most=2**60)
         integer("prefix_disk", prefix_disk, least=0, most=2**60)
         folder = None if prefix_dir is None else as_path(prefix_dir)
-        check_one_device(None if folder is None else model.mesh, "an engine with prefix_dir")
         if folder is not None and not prefix_memory:
             raise InputError("prefix_dir stores what prefix_memory holds, which is 0: give both, or leave prefix_dir out")
         integer("max_queue", max_queue, most=2**31)

@@ -1,4 +1,7 @@
-"""How the arrays of a cache are cut for the devices of a mesh: along the axis of their KV heads."""
+"""How the arrays of a cache are cut for the devices of a mesh: along the axis of their KV heads.
+
+In latent attention each device has its own copy of the one key, as if it were a KV head of its own.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,25 @@ PAGES = cut(2)  # of the new pages of a layer [P', B, K, ...]
 ORDER = cut(1)  # of the order of a layer's tokens in pages [B, K, T]
 
 
+def whole_spec(spec: CacheSpec, mesh: Mesh | None) -> CacheSpec:
+    """Returns the sizes of a layer's cache over all devices; `spec` has those of one device's share."""
+    if mesh is None:
+        return spec
+    return replace(spec, num_heads=spec.num_heads * mesh.heads, num_kv_heads=spec.num_kv_heads * mesh.heads)
+
+
+def saved_spec(spec: CacheSpec, mesh: Mesh | None) -> CacheSpec:
+    """Returns the sizes of a layer's cache on one device for the whole model, in which a row is saved from any mesh."""
+    return replace(whole_spec(spec, mesh), num_kv_heads=1) if spec.latent else whole_spec(spec, mesh)
+
+
 def state_cuts(policy: CachePolicy, spec: CacheSpec, mesh: Mesh | None) -> Any:
     """Returns the cuts of a layer's state; `spec` has the sizes of one device's share.
 
     An array whose first axis is rows times KV heads holds the rows of the first device, then those of the second: only
-    programs on the mesh may read it.
+    programs on the mesh may read it. Of a single row it is the array of one device.
     """
     if mesh is None:
         return WHOLE
-    heads = dict(num_heads=spec.num_heads * mesh.heads, num_kv_heads=spec.num_kv_heads * mesh.heads)
-    wholes, shares = (jax.eval_shape(lambda sizes=sizes: policy.init(sizes)) for sizes in (replace(spec, **heads), spec))
+    wholes, shares = (jax.eval_shape(lambda sizes=sizes: policy.init(sizes)) for sizes in (whole_spec(spec, mesh), spec))
     return cuts_between(wholes, shares)

@@ -25,7 +25,7 @@ from icejax.engine.decode.step import DecodeState, decode_cuts
 from icejax.engine.penalties import with_same_arrays
 from icejax.engine.plan import Plan
 from icejax.engine.sampling import RowSampling, Sampling, row_keys
-from icejax.runtime.mesh import WHOLE, home, on_mesh
+from icejax.runtime.mesh import WHOLE, Mesh, home, on_mesh
 
 
 def empty_batch(plan: Plan) -> DecodeState:
@@ -145,7 +145,8 @@ def fold_into_prompt(
         raise InputError(f"a row of {end} pages does not fit prompts of at most {prompt_pages}: plan for longer prompts")
     # The row takes a new extent where it has none yet, and where a fork shares the one it has.
     touched = (np.arange(table.shape[1]) >= used // host_pool.EXTENT) & (np.arange(table.shape[1]) < extents_for(end))
-    pool, table = _with_own_extents(pool, table, touched & ((table == SCRATCH_EXTENT) | extents.shared(table)), extents)
+    taken = touched & ((table == SCRATCH_EXTENT) | extents.shared(table))
+    pool, table = _with_own_extents(pool, table, taken, extents, mesh=plan.mesh)
     row, moved_mask = replace(row, cache=replace(row.cache, table=table)), jnp.arange(len(ids)) < count
     pages, layers = _moved_pages(row.cache, pool, jnp.asarray(ids, jnp.int32), moved_mask, jnp.int32(used), plan=plan)
     pool = host_pool.write_pages(pool, pages, table, jnp.int32(used))
@@ -211,16 +212,19 @@ def fork(state: DecodeState, pool: Pool | None, extents: Extents | None, *, plan
     table = np.array(state.cache.table)
     growth = (np.arange(table.shape[1]) >= plan.prompt_pages // host_pool.EXTENT) & (table != SCRATCH_EXTENT)
     extents.share(table)
-    pool, table = _with_own_extents(pool, table, growth, extents)
+    pool, table = _with_own_extents(pool, table, growth, extents, mesh=plan.mesh)
     return replace(twin, cache=replace(twin.cache, table=table)), pool
 
 
-def _with_own_extents(pool: Pool, table: np.ndarray, wanted: np.ndarray, extents: Extents) -> tuple[Pool, Int[Array, "B X"]]:
+def _with_own_extents(
+    pool: Pool, table: np.ndarray, wanted: np.ndarray, extents: Extents, *, mesh: Mesh | None
+) -> tuple[Pool, Int[Array, "B X"]]:
     """Returns the pool, and the table with new extents at the `wanted` places, which get the contents of the old ones."""
     new_table = np.where(wanted, extents.take(wanted), table)
     for old, new in zip(table[wanted], new_table[wanted], strict=True):
         if old != SCRATCH_EXTENT:
-            pool = host_pool.write_extent(pool, host_pool.read_extent(pool, jnp.int32(old)), jnp.int32(new))
+            bits = host_pool.read_extent(pool, jnp.int32(old), mesh=mesh)
+            pool = host_pool.write_extent(pool, bits, jnp.int32(new), mesh=mesh)
     extents.give_back(table[wanted])
     return pool, jnp.asarray(new_table, jnp.int32)
 

@@ -11,14 +11,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from icejax.cache.pool import host_pool
-from icejax.cache.pool.host_pool import Pool
-from icejax.cache.protocol import CachePolicy, Heads, KVCache, Lengths
+from icejax.cache.pool.host_pool import Pool, PoolLayer
+from icejax.cache.protocol import CachePolicy, Heads, KVCache, Lengths, Shared
+from icejax.cache.shares import ORDER, PAGES, state_cuts
+from icejax.cache.sizes import CacheSpec
 from icejax.engine.buckets import text_bucket
 from icejax.engine.decode.layer import view_of
 from icejax.engine.decode.step import DecodeState, Step
@@ -26,8 +29,9 @@ from icejax.engine.first_token import choose_first
 from icejax.engine.layers import LayerPlace, embed, run_layers
 from icejax.engine.plan import Plan
 from icejax.models.decoder import CausalLM, DecoderLayer
+from icejax.models.sharding import module_cuts
 from icejax.ops.experts.offloaded_experts import with_experts_on_device
-from icejax.runtime import devices
+from icejax.runtime.mesh import WHOLE, home, on_mesh
 
 
 def extend(
@@ -48,20 +52,22 @@ def extend(
     padded[0, : len(tokens)] = tokens
     lengths, table, new = state.cache.lengths, state.cache.table, jnp.asarray([len(tokens)], jnp.int32)
     # A layer's output is committed to the device, so the first input must be too, or the layer's program compiles twice.
-    embedded = jax.device_put(embed(model, jnp.asarray(padded)), devices.device())
+    embedded = jax.device_put(embed(model, jnp.asarray(padded)), home(plan.mesh))
     states, used = [], jnp.int32(0)
 
     def run(layer: DecoderLayer, x: jax.Array, place: LayerPlace):
         i, pages = place.number, plan.pages(place.number, pool, table)  # `pool` already has the earlier layers' new pages
         layer = with_experts_on_device(layer)
-        return _extend_layer(layer, x, lengths, new, state.cache.layers[i], pages, place.shared, policy=plan.policies[i])
+        sizes = dict(policy=plan.policies[i], spec=plan.spec_of(i))
+        return _extend_layer(layer, x, lengths, new, state.cache.layers[i], pages, place.shared, **sizes)
 
     for i, (x, (layer_state, pages, filled)) in enumerate(run_layers(model, embedded, run)):
         states.append(layer_state)
         if pages is not None:
             x.block_until_ready()  # the layer's program reads the pool that the next line donates
             pages = jax.tree.map(lambda x: x[:, None], pages)
-            pool, used = host_pool.write_pages(pool, pages, table, lengths.next_page, plan.pooled.index(i)), filled
+            place, used = (lengths.next_page, plan.pooled.index(i)), filled
+            pool = host_pool.write_pages(pool, pages, table, *place, mesh=plan.mesh)
         if progress is not None:
             x.block_until_ready()
             progress(i + 1)
@@ -73,12 +79,19 @@ def extend(
     return *choose_first(model, x, new, state, plan), pool
 
 
-@functools.partial(jax.jit, static_argnames="policy", donate_argnums=(1, 4))
+@functools.partial(jax.jit, static_argnames=("policy", "spec"), donate_argnums=(1, 4))
 def _extend_layer(
-    layer: DecoderLayer, x: jax.Array, lengths: Lengths, new: jax.Array, state, pages, shared, *, policy: CachePolicy
-):
-    positions = lengths.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
-    seen = lengths.seen + new
-    heads = Heads(*layer.enter(x, positions, seen)[:3], new, layer.scoring)
-    outcome = policy.extend(state, heads, view_of(layer, lengths, seen, pages, shared))
-    return layer.leave(x, outcome.attended)[0], (outcome.state, outcome.pages, outcome.used), outcome.shared or shared
+    layer: DecoderLayer, x: jax.Array, lengths: Lengths, new: jax.Array, state: Any, pages: PoolLayer | None,
+    shared: Shared | None, *, policy: CachePolicy, spec: CacheSpec,
+):  # fmt: skip
+    def run(layer: DecoderLayer, x: jax.Array, lengths: Lengths, new: jax.Array, state: Any, pages: PoolLayer | None, shared):
+        positions = lengths.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
+        seen = lengths.seen + new
+        heads = Heads(*layer.enter(x, positions, seen)[:3], new, layer.scoring)
+        outcome = policy.extend(state, heads, view_of(layer, lengths, seen, pages, shared))
+        return layer.leave(x, outcome.attended)[0], (outcome.state, outcome.pages, outcome.used), outcome.shared or shared
+
+    of_state, of_pages = state_cuts(policy, spec, layer.mesh), None if pages is None else pages.cuts
+    cuts = module_cuts(layer), WHOLE, WHOLE, WHOLE, of_state, of_pages, ORDER
+    arrays = layer, x, lengths, new, state, pages, shared
+    return on_mesh(layer.mesh, run, arrays, cuts, (WHOLE, (of_state, PAGES, WHOLE), ORDER))

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import CachePolicy, KVCache, Lengths, Outcome, Shared, View
+from icejax.cache.shares import ORDER, PAGES, state_cuts, whole_spec
 from icejax.cache.sizes import CacheSpec
 from icejax.engine.buckets import bucket
 from icejax.engine.layout import Layout
@@ -25,6 +26,9 @@ from icejax.engine.plan import Plan
 from icejax.engine.prefill import write_layer
 from icejax.models.decoder import CausalLM
 from icejax.ops.attention.dense import Attended, Scoring
+from icejax.runtime.mesh import WHOLE, Mesh, on_mesh
+
+Kind = tuple[CachePolicy, CacheSpec]  # of a layer's cache
 
 
 def move(
@@ -42,13 +46,14 @@ def move(
     for i, layer in enumerate(model.model.layers):
         state, states[i] = states[i], None
         policy, spec = after.policies[i], after.spec_of(i)
-        if before.policies[i] == policy and _fits(policy, spec, state):
+        if before.policies[i] == policy and _fits(policy, whole_spec(spec, after.mesh), state):
             moved.append(state)  # a sliding window stays
             continue
-        sizes = dict(scoring=layer.scoring, old=before.spec_of(i), policy=policy, spec=spec)
-        outcome = _move_layer(state, lengths, shared, **sizes, padded=min(spec.prompt_capacity, bucket(tokens)))
+        kinds = dict(old=(before.policies[i], before.spec_of(i)), new=(policy, spec))
+        sizes = dict(scoring=layer.scoring, padded=min(spec.prompt_capacity, bucket(tokens)), mesh=after.mesh)
+        outcome = _move_layer(state, lengths, shared, **kinds, **sizes)
         if outcome.pages is not None:
-            pool = write_layer(pool, outcome.pages, table, after.pooled.index(i), mesh=None)
+            pool = write_layer(pool, outcome.pages, table, after.pooled.index(i), mesh=after.mesh)
         moved.append(outcome.state)
         shared = outcome.shared or shared
         jax.block_until_ready(outcome.state)  # otherwise pages of many layers pile up on the device
@@ -61,11 +66,17 @@ def _fits(policy: CachePolicy, spec: CacheSpec, state: Any) -> bool:
     return [x.shape for x in jax.tree.leaves(state)] == [x.shape for x in jax.tree.leaves(expected)]
 
 
-@functools.partial(jax.jit, static_argnames=("scoring", "old", "policy", "spec", "padded"))
+@functools.partial(jax.jit, static_argnames=("old", "new", "scoring", "padded", "mesh"))
 def _move_layer(
     state: Any, lengths: jax.Array, shared: Shared | None, *,
-    scoring: Scoring, old: CacheSpec, policy: CachePolicy, spec: CacheSpec, padded: int,
+    old: Kind, new: Kind, scoring: Scoring, padded: int, mesh: Mesh | None,
 ) -> Outcome:  # fmt: skip
-    heads = state.heads(old, lengths, scoring, padded=padded)
-    nothing = Attended(jnp.zeros_like(heads.v, shape=(*heads.q.shape[:3], heads.v.shape[3])), jnp.zeros(heads.q.shape[:3]))
-    return policy.prefill(policy.init(spec), heads, nothing, View(Lengths.none(len(lengths)), shared=shared))
+    policy, spec = new
+
+    def run(state: Any, lengths: jax.Array, shared: Shared | None) -> Outcome:
+        heads = state.heads(old[1], lengths, scoring, padded=padded)
+        nothing = Attended(jnp.zeros((*heads.q.shape[:3], heads.v.shape[3]), heads.v.dtype), jnp.zeros(heads.q.shape[:3]))
+        return policy.prefill(policy.init(spec), heads, nothing, View(Lengths.none(len(lengths)), shared=shared))
+
+    cuts, results = (state_cuts(*old, mesh), WHOLE, ORDER), Outcome(state_cuts(*new, mesh), pages=PAGES, shared=ORDER)
+    return on_mesh(mesh, run, (state, lengths, shared), cuts, results)

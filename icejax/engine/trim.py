@@ -20,8 +20,9 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from icejax.cache.protocol import KVCache, Lengths
-from icejax.engine.decode.step import DecodeState
+from icejax.engine.decode.step import DecodeState, decode_cuts
 from icejax.engine.plan import Plan
+from icejax.runtime.mesh import WHOLE, on_mesh
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,10 @@ def trim(state: DecodeState, plan: Plan, joint: Joint) -> DecodeState:
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnums=0)
 def _trim(state: DecodeState, tokens: Int[Array, " B"], page: Int[Array, ""], *, plan: Plan) -> DecodeState:
-    pairs = zip(plan.policies, state.cache.layers, strict=True)
-    layers = tuple(policy.trimmed(layer, tokens, page) for policy, layer in pairs)
-    return replace(state, cache=KVCache(layers, Lengths.of(tokens, page), state.cache.table))
+    def trimmed(state: DecodeState, tokens: jax.Array, page: jax.Array) -> DecodeState:
+        pairs = zip(plan.policies, state.cache.layers, strict=True)
+        layers = tuple(policy.trimmed(layer, tokens, page) for policy, layer in pairs)
+        return replace(state, cache=KVCache(layers, Lengths.of(tokens, page), state.cache.table))
+
+    cuts = decode_cuts(plan)
+    return on_mesh(plan.mesh, trimmed, (state, tokens, page), (cuts, WHOLE, WHOLE), cuts)

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from icejax.cache.protocol import CachePolicy, Heads, Outcome
+from icejax.cache.protocol import CachePolicy, Heads, Outcome, Shared
+from icejax.cache.shares import ORDER, PAGES
 from icejax.cache.sizes import CacheSpec
 from icejax.checks.errors import InputError
 from icejax.engine.decode.attention_map import AttentionMap, check_has_pages, positions_in
@@ -27,9 +28,10 @@ from icejax.engine.plan import Plan, make_plan
 from icejax.engine.prefill import padded_prompts, prefill_outcome
 from icejax.files import private
 from icejax.models.decoder import CausalLM, DecoderLayer
-from icejax.models.sharding import check_one_device
+from icejax.models.sharding import module_cuts
 from icejax.ops.attention.dense import Attended
 from icejax.ops.experts.offloaded_experts import with_experts_on_device
+from icejax.runtime.mesh import WHOLE, on_mesh
 from icejax.text.token_text import token_text
 
 
@@ -46,7 +48,6 @@ class Explanation(AttentionMap):
         Raises:
             InputError: the cache keeps all tokens on the device, so there are no fetched pages to explain.
         """
-        check_one_device(model.mesh, "--explain")
         plan = make_plan(model, cache, batch_size=1, prompt_tokens=len(prompt), new_tokens=new_tokens)
         check_has_pages(plan)
         super().__init__(_positions(model, prompt, plan), len(prompt), renewal=plan.renewal)
@@ -132,7 +133,7 @@ def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, 
 
     positions, embedded = {}, model.model.embed_tokens(jnp.asarray(padded_prompts([prompt], plan.spec)))
     for i, (_, outcome) in enumerate(run_layers(model, embedded, run)):
-        if outcome is not None:
+        if outcome.pages is not None:
             positions[i] = positions_in(outcome)
     return positions
 
@@ -140,13 +141,17 @@ def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"), donate_argnames="x")
 def _layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *, policy: CachePolicy | None, spec: CacheSpec):
     """Runs a layer; with a policy, also packs its keys into pages with positions in place of values."""
-    if policy is None:
-        return run_exact(layer, x, new)[0], None, shared
 
-    def keep(q: jax.Array, k: jax.Array, v: jax.Array, attended: Attended) -> Outcome:
-        positions = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.float32)[None, :, None, None], v.shape)
-        heads = Heads(q.astype(jnp.float32), k.astype(jnp.float32), positions, new, layer.scoring)
-        return prefill_outcome(layer, heads, attended, shared, policy=policy, spec=spec)
+    def run(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared: Shared | None):
+        def keep(q: jax.Array, k: jax.Array, v: jax.Array, attended: Attended) -> Outcome:
+            positions = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.float32)[None, :, None, None], v.shape)
+            heads = Heads(q.astype(jnp.float32), k.astype(jnp.float32), positions, new, layer.scoring)
+            return prefill_outcome(layer, heads, attended, shared, policy=policy, spec=spec)
 
-    x, outcome = run_exact(layer, x, new, keep)
-    return x, outcome, outcome.shared or shared
+        if policy is None:
+            return run_exact(layer, x, new)[0], Outcome(None), shared
+        x, outcome = run_exact(layer, x, new, keep)
+        return x, Outcome(None, pages=outcome.pages), outcome.shared or shared
+
+    arrays, cuts = (layer, x, new, shared), (module_cuts(layer), WHOLE, WHOLE, ORDER)
+    return on_mesh(layer.mesh, run, arrays, cuts, (WHOLE, Outcome(None, pages=PAGES), ORDER))

@@ -2,8 +2,8 @@
 
 `q`, `k`, `v`, `gate` and `up` are cut by output channels, `o` and `down` by input channels, so that a device's products are
 those of its own heads and inner channels, and a sum over the devices ends each half of a layer. The matrices of every expert
-are cut likewise, and embedding and output head by rows of the vocabulary. All other weights are whole on every device: norms,
-routers, and the biases behind the sums.
+are cut likewise, the products of latent attention that have heads, and embedding and output head by rows of the vocabulary. All
+other weights are whole on every device: norms, routers, and the biases behind the sums.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from icejax.models.parts.linear import Linear
 from icejax.ops.quantized.products import Grouped
 from icejax.runtime.mesh import AXIS, WHOLE, Mesh, cut
 
-BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_b_proj", "kv_b_proj", "embed_tokens", "lm_head")
 BY_INPUT = ("o_proj", "down_proj")
 
 
@@ -132,14 +132,14 @@ def _key(path: Sequence[Any]) -> str:
 
 
 def share(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:
-    """Returns the config of what one device of a mesh has: fewer heads of the same size."""
+    """Returns the config of what one device of a mesh has: fewer heads of the same size; of latent attention its one key."""
     if mesh is None:
         return config
     sliding = config.sliding_key_value_heads
     return replace(
         config,
         num_attention_heads=config.num_attention_heads // mesh.heads,
-        num_key_value_heads=config.num_key_value_heads // mesh.heads,
+        num_key_value_heads=1 if config.latent is not None else config.num_key_value_heads // mesh.heads,
         sliding_key_value_heads=None if sliding is None else sliding // mesh.heads,
     )
 
@@ -148,21 +148,16 @@ def check_mesh(config: ModelConfig, mesh: Mesh | None) -> None:
     """Raises InputError if a model cannot be cut for a mesh."""
     if mesh is None:
         return
-    kinds = {
-        "latent attention": config.latent is not None,
-        "norms over all heads": config.qk_norm == "all",
-        "LongRoPE": config.short_context is not None,
-    }
-    for kind, present in kinds.items():
-        if present:
-            raise InputError(f"a model with {kind}, as this {config.model_type}, runs on one device: leave mesh out")
-    sizes = (*(layer.kv_heads for layer in config.layers), *_inner_sizes(config))
+    kind, counts = "KV", sorted({layer.kv_heads for layer in config.layers})
+    if config.latent is not None:  # every device has the one key
+        kind, counts = "query", [config.num_attention_heads]
+    sizes = (*counts, *_inner_sizes(config))
     fitting = [count for count in range(1, min(sizes) + 1) if all(size % count == 0 for size in sizes)]
     if mesh.heads not in fitting:
-        heads = " and ".join(map(str, sorted({layer.kv_heads for layer in config.layers})))
-        listed, inner = ", ".join(map(str, fitting)), " and ".join(map(str, _inner_sizes(config)))
+        heads, inner = (" and ".join(map(str, sizes)) for sizes in (counts, _inner_sizes(config)))
+        listed = ", ".join(map(str, fitting))
         raise InputError(
-            f"mesh {AXIS}={mesh.heads} does not divide the model's {heads} KV heads and its MLPs' {inner} channels: "
+            f"mesh {AXIS}={mesh.heads} does not divide the model's {heads} {kind} heads and its MLPs' {inner} channels: "
             f"N must be one of {listed}"
         )
 
@@ -177,11 +172,14 @@ def _inner_sizes(config: ModelConfig) -> tuple[int, ...]:
 
 
 def spread(layers: Iterable[nnx.Module], mesh: Mesh | None) -> None:
-    """Makes decoder layers those of a mesh: modules whose input channels are cut then sum over its devices."""
+    """Makes decoder layers those of a mesh: modules that read cut channels then sum over its devices."""
     for layer in layers:
         layer.mesh = mesh
         for path, module in nnx.iter_modules(layer):
-            if path and path[-1] in (*BY_INPUT, "experts") and isinstance(module, Linear | ExpertStack):
+            name = path[-1] if path else None
+            if name in (*BY_INPUT, "experts") and isinstance(module, Linear | ExpertStack):
+                module.summed_over = mesh
+            elif name in ("q_norm", "k_norm") and layer.self_attn.config.qk_norm == "all":
                 module.summed_over = mesh
 
 

@@ -59,6 +59,13 @@ class Mesh:
         part = np.zeros(sharding.shard_shape(shape), dtype)
         return jax.make_array_from_callback(shape, sharding, lambda _: part)
 
+    def copies(self, x: np.ndarray, array_cut: PartitionSpec) -> jax.Array:
+        """Returns the array of which every device has `x` as its share."""
+        parts = (*array_cut, *(None,) * (x.ndim - len(array_cut)))
+        shape = tuple(size if part is None else size * self.heads for size, part in zip(x.shape, parts, strict=True))
+        shares = [jax.device_put(x, device, may_alias=False) for device in self.devices.devices.flat]
+        return jax.make_array_from_single_device_arrays(shape, self.sharding(array_cut), shares)
+
 
 @functools.cache
 def _mesh(count: int) -> jax.sharding.Mesh:
@@ -88,9 +95,9 @@ def size(mesh: Mesh | None) -> int:
     return 1 if mesh is None else mesh.heads
 
 
-def home(mesh: Mesh | None) -> jax.Device | NamedSharding:
-    """Returns where arrays that are not cut go: the device, or whole to every device of the mesh."""
-    return devices.device() if mesh is None else mesh.sharding()
+def home(mesh: Mesh | None, cuts: Any = WHOLE) -> Any:
+    """Returns where arrays with these cuts go, for `jax.device_put`: the device, or the shardings over the mesh."""
+    return devices.device() if mesh is None else jax.tree.map(mesh.sharding, cuts)
 
 
 def total(mesh: Mesh | None, x: jax.Array) -> jax.Array:
@@ -122,6 +129,11 @@ def place() -> jax.Array:
 def rounded_up(count: int, mesh: Mesh | None) -> int:
     """Returns the least number of rows, at least `count`, that the devices divide."""
     return -(-count // size(mesh)) * size(mesh)
+
+
+def part(mesh: Mesh | None, x: jax.Array, count: int) -> jax.Array:
+    """Returns the device's `count` elements of an array that every device has whole, inside `on_mesh`."""
+    return x if mesh is None else lax.dynamic_slice_in_dim(x, place() * count, count)
 
 
 def on_mesh(mesh: Mesh | None, function: Callable, arrays: tuple, cuts: tuple, results: Any = None) -> Any:

@@ -258,10 +258,10 @@ class Session:
         fields = dict(context_length=self.context_length, tokens=len(self.token_ids), started=self.started)
         chat = dict(messages=self.messages, template_variables=self.template_variables, outdated=self._outdated)
         about = storage.SessionInfo(**fields, **chat, **self._cache.description())
-        identity = fingerprint(self._model, self._cache.policy, self._tokenizer)
+        run, identity = self._cache.run, fingerprint(self._model, self._cache.policy, self._tokenizer)
         claimed = contextlib.nullcontext(path) if isinstance(path, Claim) else claim(as_path(path), mark=storage.ABOUT)
         with claimed as folder, folder.writing(private=True) as part:
-            storage.write(part, identity, about, self.token_ids, self._cache.run.state.cache, self._cache.run.pool)
+            storage.write(part, identity, about, self.token_ids, run.state.cache, run.pool, plan=self._cache.plan)
 
     @classmethod
     def load(

@@ -34,12 +34,21 @@ from icejax.checks.numbers import POSITIONS
 from icejax.engine.plan import Plan
 from icejax.engine.snapshot.array_names import named_arrays
 from icejax.engine.snapshot.fingerprint import check_same, damaged, fingerprint, policy_of
-from icejax.engine.snapshot.row_arrays import Kinds, cache_kinds, empty_cache, pages_in, pages_out, pool_kinds, saved_extents
+from icejax.engine.snapshot.row_arrays import (
+    Kinds,
+    array_out,
+    arrays_in,
+    cache_kinds,
+    empty_cache,
+    pages_in,
+    pages_out,
+    pool_kinds,
+    saved_extents,
+)
 from icejax.engine.snapshot.stored_arrays import ArrayFile, ArrayWriter, StoredArray, described_arrays
 from icejax.engine.trim import Joint, fits, is_joint
 from icejax.files.atomic_folder import current_folder
 from icejax.models.decoder import CausalLM
-from icejax.runtime import devices
 from icejax.session.messages import is_chat, is_template_variables
 
 VERSION = 16
@@ -82,17 +91,18 @@ class SessionInfo:
 
 
 def write(
-    part: Path, identity: dict[str, Any], about: SessionInfo, token_ids: Sequence[int], cache: KVCache, pool: Pool | None
-) -> None:
-    """Writes a session into the empty folder `part`; `identity` is its fingerprint."""
+    part: Path, identity: dict[str, Any], about: SessionInfo, token_ids: Sequence[int], cache: KVCache, pool: Pool | None, *,
+    plan: Plan,
+) -> None:  # fmt: skip
+    """Writes a session into the empty folder `part`; `identity` is its fingerprint, `plan` that of its cache."""
     with open(part / ARRAYS, "wb") as file:
         writer = ArrayWriter(file)
         writer.write(TOKENS, np.asarray(token_ids, np.int32))
         for name, leaf in named_arrays(replace(cache, table=None)):
-            writer.write(f"cache.{name}", np.asarray(leaf))
+            writer.write(f"cache.{name}", array_out(leaf, plan))
         if pool is not None:
             for (name, count), extent in zip(saved_extents(about.pages), np.asarray(cache.table)[0], strict=False):
-                for piece, pages in pages_out(pool, extent, name, count):
+                for piece, pages in pages_out(pool, extent, name, count, plan=plan):
                     writer.write(piece, pages)
     fields = dict(version=VERSION, identity=identity, **dataclasses.asdict(about), arrays=writer.described)
     (part / ABOUT).write_text(json.dumps(fields | {"checksum": _checksum(fields)}))
@@ -152,12 +162,10 @@ class StoredSession:
             pool = table = None
             if plan.pooled:
                 count, table = table_for(plan.extents(about.first)[None])
-                pool = allocation.allocate(*plan.pool_sizes(count), limit=host_memory_limit)
+                pool = allocation.allocate(*plan.pool_sizes(count), limit=host_memory_limit, mesh=plan.mesh)
                 for (name, _), extent in zip(saved_extents(about.pages), table[0], strict=False):
-                    pool = pages_in(pool, extent, name, file.read)
-        # No aliasing: on CPU an array over numpy's memory could not be written in place.
-        leaves = [jax.device_put(x, devices.device(), may_alias=False) for x in leaves]
-        cache = jax.tree.unflatten(jax.tree.structure(empty), leaves)
+                    pool = pages_in(pool, extent, name, file.read, plan=plan)
+        cache = arrays_in(jax.tree.unflatten(jax.tree.structure(empty), leaves), plan, plan.cuts)
         cache = replace(cache, table=jnp.asarray(table) if plan.pooled else None)
         if int(cache.lengths.next_page) != about.pages or not 0 < int(cache.lengths.seen[0]) <= about.tokens:
             damaged(self.path, "its cache's lengths do not match its description")

@@ -27,7 +27,6 @@ from icejax.engine.request import AnswerOptions
 from icejax.engine.sampling import fold_in, row_keys
 from icejax.engine.trim import Joint, joint_of, last_joint, trim
 from icejax.models.decoder import CausalLM
-from icejax.models.sharding import check_one_device
 from icejax.session.room import session_plan
 
 LOG = logging.getLogger(__name__)
@@ -54,7 +53,6 @@ class TextCache:
         Args:
             begun: the policy, or the choice of one.
         """
-        check_one_device(model.mesh, "a session")
         self._model, self._begun = model, begun
         self._context_length, self._limit = context_length, host_memory_limit
         choice = begun if isinstance(begun, Choice) else Choice(begun, None)

@@ -58,7 +58,7 @@ def programs(batch: int, kind: str | None, backend: str | None, target: Target):
     insert = jax.jit(functools.partial(rows._insert.__wrapped__, plan=plan), donate_argnums=0)
     policy, view = plan.policies[0], host_pool.PoolLayer(pool, table, None, np.int32(0), plan.fetch_backend, "bfloat16")
     prefill = jax.jit(functools.partial(prefilling._prefill_layer, policy=policy, spec=plan.spec))
-    extend = jax.jit(functools.partial(extending._extend_layer, policy=policy))
+    extend = jax.jit(functools.partial(extending._extend_layer, policy=policy, spec=plan.spec))
     x, extended_x = (jax.ShapeDtypeStruct((batch, tokens, model.config.hidden_size), "bfloat16") for tokens in (CONTEXT, 1024))
     first_layer, lengths = model.model.layers[0], state.cache.lengths
     return (plan, [x.index for x in state.cache.layers], pool), {

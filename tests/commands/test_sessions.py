@@ -27,7 +27,7 @@ def whole(bundled, tmp_path_factory):
     plan = make_plan(bundled[0], Full(), batch_size=1, prompt_tokens=9, new_tokens=91)
     cache = jax.tree.map(lambda leaf: rng.integers(0, 99, leaf.shape).astype(leaf.dtype), row_arrays.empty_cache(plan))
     about = storage.SessionInfo(context_length=100, first=9, tokens=13, pages=0, started=1234567890.25, messages=[])
-    storage.write(folder, fingerprint(bundled[0], Full(), bundled[1]), about, range(13), cache, None)
+    storage.write(folder, fingerprint(bundled[0], Full(), bundled[1]), about, range(13), cache, None, plan=plan)
     return folder
 
 

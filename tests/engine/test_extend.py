@@ -87,7 +87,8 @@ def test_a_text_costs_the_same_in_a_longer_context(tmp_path, policy):
         state, _, pool = prefill.prefill(model, [families.tokens(100)], plan)
         x, table = jnp.zeros((1, 16, model.config.hidden_size)), state.cache.table
         parts = (state.cache.lengths, jnp.asarray([14], jnp.int32), state.cache.layers[0], plan.pages(0, pool, table), None)
-        program = extend._extend_layer.lower(model.model.layers[0], x, *parts, policy=plan.policies[0]).compile()
+        kind = dict(policy=plan.policies[0], spec=plan.spec_of(0))
+        program = extend._extend_layer.lower(model.model.layers[0], x, *parts, **kind).compile()
         costs.append(program.cost_analysis()["flops"])
     assert costs[1] <= 1.02 * costs[0]
 

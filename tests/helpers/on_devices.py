@@ -72,6 +72,23 @@ GEMMA4 = PLAIN | dict(
     top_k_experts=2,
     moe_intermediate_size=16,
 )
+LATENT = {key: value for key, value in LLAMA.items() if key != "attention_bias"} | dict(
+    model_type="deepseek_v2",
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    kv_lora_rank=16,
+    q_lora_rank=24,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    n_shared_experts=1,
+)
+NORMS = {key: value for key, value in LLAMA.items() if key != "head_dim"} | dict(
+    model_type="olmo2", hidden_size=64, num_attention_heads=8, attention_bias=False
+)
 # The model, the cache, its options, and the number of devices.
 CASES = {
     "full-2": (LLAMA, "full", {}, 2),
@@ -85,6 +102,8 @@ CASES = {
     "biased experts": (GPT_OSS, "full", {}, 4),
     "experts beside": (GEMMA4, "full", {}, 4),
     "int4": (LLAMA, "full", {}, 2),
+    "latent": (LATENT, "full", {}, 8),
+    "norms": (NORMS, "quest", dict(budget=64), 4),
 }
 WEIGHTS = {"int4": dict(quantize="int4")}  # options of loading
 IN_UNITS = ("clustered", "sliding")  # cases whose first prompt is also prefilled in units
@@ -201,5 +220,7 @@ def compared(name: str) -> dict:
 if __name__ == "__main__":
     devices.set_limits()
     jax.config.update("jax_numpy_dtype_promotion", "strict")
+    from tests.helpers.kept_on_devices import KEPT, kept
+
     for name in sys.argv[1:]:
-        print(json.dumps(dict(case=name) | compared(name)), flush=True)
+        print(json.dumps(dict(case=name) | (kept if name in KEPT else compared)(name)), flush=True)

@@ -326,7 +326,7 @@ def test_arrays_of_another_save_are_refused(session, saved_folder, copy, bundled
     lengths = dataclasses.replace(session._cache.run.state.cache.lengths, origin=jax.numpy.full(1, 5000, jax.numpy.int32))
     cache = dataclasses.replace(session._cache.run.state.cache, lengths=lengths)
     info = storage.SessionInfo(**{field.name: fields[field.name] for field in dataclasses.fields(storage.SessionInfo)})
-    storage.write(copy, fields["identity"], info, session.token_ids, cache, session._cache.run.pool)
+    storage.write(copy, fields["identity"], info, session.token_ids, cache, session._cache.run.pool, plan=session._cache.plan)
     assert "its cache's lengths do not match its description" in refused(copy, bundled)
 
 

@@ -71,6 +71,7 @@ class Kivi(CachePolicy):
 
     bits: int = 4
     residual: int = 128
+    by_head = True
 
     def __post_init__(self) -> None:
         one_of("bits", self.bits, BITS)

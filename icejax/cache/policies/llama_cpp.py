@@ -70,6 +70,7 @@ class LlamaCpp(CachePolicy):
 
     rotate: bool = True
 
+    by_head = True
     format: ClassVar[Format]
 
     def init(self, spec: CacheSpec) -> BlockState:

@@ -79,6 +79,10 @@ class Packed(SimilarPages):
         return self.exact != 0
 
     @property
+    def by_head(self) -> bool:
+        return not self.estimate  # a mean over all heads
+
+    @property
     def index(self) -> PageCodes:
         return PageCodes(self.page_size, self.codes)
 

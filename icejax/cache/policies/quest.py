@@ -89,6 +89,7 @@ class Quest(Retrieval):
         check_dense_layers(self.dense_layers)
 
     per_query_head = True
+    by_head = True
 
     @property
     def window_layout(self) -> Window:

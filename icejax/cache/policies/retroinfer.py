@@ -65,6 +65,7 @@ class RetroInfer(Retrieval):
 
     page_size = PAGE
     by_slot = True
+    by_head = True
 
     @property
     def window_layout(self) -> Window:

@@ -36,6 +36,7 @@ from icejax.runtime.mesh import WHOLE, Mesh, cut, on_mesh
 EXTENT = 64  # pages
 MISSING = 32  # pages read at a time by `fetch_missing`
 BY_HEAD = cut(3)  # of the pool [E, L, 64, K, ...], and of new pages [M, l, B, K, ...]
+OF_EXTENT = cut(2)  # of one extent of the pool [L, 64, K, ...]
 Pool = UInt[Array, "E L 64 K planes rows W"] | PagesWithCodes | NoPages
 Extent = UInt[Array, "L 64 K planes rows W"] | PagesWithCodes | NoPages
 NewPages = Float[Array, "M l B K planes p W"] | PagesWithCodes | NoPages
@@ -63,6 +64,11 @@ class PoolLayer:
     dtype: str = field(metadata=dict(static=True))
     single_slots: bool = field(default=False, metadata=dict(static=True))
     plane: int | None = field(default=None, metadata=dict(static=True))
+
+    @property
+    def cuts(self) -> PoolLayer:
+        """How the arrays are cut for a mesh."""
+        return replace(self, pool=BY_HEAD, extents=WHOLE, ended=WHOLE, layer=WHOLE)
 
     @property
     def pages(self) -> jax.Array:
@@ -239,23 +245,29 @@ def write_pages(
     return on_mesh(mesh, all_written, (pool, pages, table, first, layer), (BY_HEAD, BY_HEAD, WHOLE, WHOLE, WHOLE), BY_HEAD)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def write_extent(pool: Pool, bits: Extent, extent: Int[Array, ""]) -> Pool:
-    """Returns the pool with the bit patterns `bits` in one extent; donates `pool`."""
+@functools.partial(jax.jit, static_argnames="mesh", donate_argnums=0)
+def write_extent(pool: Pool, bits: Extent, extent: Int[Array, ""], *, mesh: Mesh | None = None) -> Pool:
+    """Returns the pool with the bit patterns `bits` in one extent; donates `pool`. `mesh` is that of `write_pages`."""
 
-    def written(pool: jax.Array, bits: jax.Array) -> jax.Array:
+    def written(pool: jax.Array, bits: jax.Array, extent: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(pool, jax.device_put(bits[None], devices.HOST), extent, axis=0)
 
-    return jax.tree.map(written, pool, bits)
+    def all_written(pool: Pool, bits: Extent, extent: jax.Array) -> Pool:
+        return jax.tree.map(lambda x, y: written(x, y, extent), pool, bits)
+
+    return on_mesh(mesh, all_written, (pool, bits, extent), (BY_HEAD, OF_EXTENT, WHOLE), BY_HEAD)
 
 
-@jax.jit
-def read_extent(pool: Pool, extent: Int[Array, ""]) -> Extent:
-    """Returns the bit patterns of one extent, on the device."""
-    zero = jax.device_put(jnp.int32(0), devices.HOST)
+@functools.partial(jax.jit, static_argnames="mesh")
+def read_extent(pool: Pool, extent: Int[Array, ""], *, mesh: Mesh | None = None) -> Extent:
+    """Returns the bit patterns of one extent, on the devices. `mesh` is that of `write_pages`."""
 
-    def read(pool: jax.Array) -> jax.Array:
+    def read(pool: jax.Array, extent: jax.Array) -> jax.Array:
+        zero = jax.device_put(jnp.int32(0), devices.HOST)
         start = (jax.device_put(extent, devices.HOST), *(zero,) * (pool.ndim - 1))
         return jax.device_put(lax.dynamic_slice(pool, start, (1, *pool.shape[1:])), devices.DEVICE)[0]
 
-    return jax.tree.map(read, pool)
+    def all_read(pool: Pool, extent: jax.Array) -> Extent:
+        return jax.tree.map(lambda x: read(x, extent), pool)
+
+    return on_mesh(mesh, all_read, (pool, extent), (BY_HEAD, WHOLE), OF_EXTENT)

@@ -41,7 +41,6 @@ from icejax.engine.serving.scheduler import Scheduler, Ticket, Work
 from icejax.engine.serving.start import RowStart
 from icejax.engine.snapshot.fingerprint import check_registered, fingerprint, weights_sum
 from icejax.models.decoder import CausalLM
-from icejax.models.sharding import check_one_device
 
 LOG = logging.getLogger(__name__)
 UNIT_S = 0.2  # seconds, beside half a step, that units of prefill may delay the rows that decode
@@ -92,10 +91,9 @@ class Core:
         self._progress, self._watch = progress, watch
         prefix_extents, prefix_bytes = divided(self.plan, sizes.prefix_memory)
         if sizes.samples:
-            check_one_device(model.mesh, "a prompt with several answers")
             prefix_bytes = max(prefix_bytes, SAMPLES_BYTES)
-        if prefix_bytes and (model.config.short_context is not None or model.mesh is not None):
-            LOG.info("no prefix is stored: LongRoPE's keys change with a text's length, or the model is on several devices")
+        if prefix_bytes and model.config.short_context is not None:
+            LOG.info("no prefix is stored: LongRoPE's keys change with a text's length")
             prefix_extents = prefix_bytes = 0
         self.pool, extents, rows_pool = None, None, None
         if self.plan.pooled:

@@ -17,6 +17,7 @@ import numpy as np
 from icejax.cache.pool.extents import SCRATCH_EXTENT, Extents, extents_for, row_extents
 from icejax.cache.pool.host_pool import EXTENT, Pool
 from icejax.cache.pool.page_format import pool_bytes, pool_shapes
+from icejax.cache.shares import saved_spec
 from icejax.engine.batch import pages_used
 from icejax.engine.buckets import bucket
 from icejax.engine.decode.step import DecodeState
@@ -26,6 +27,7 @@ from icejax.engine.serving.prefix_folder import PrefixFolder, StoredPrefix
 from icejax.engine.serving.prefixes import BLOCK, Entry, Prefixes, chain
 from icejax.engine.serving.route import Route, pieces
 from icejax.engine.serving.scheduler import Ticket
+from icejax.engine.snapshot.row_arrays import array_out
 
 LOG = logging.getLogger(__name__)
 POOL_SHARE = 0.75  # of the bytes for prefixes that go to the pool; digests and dense layers take the rest
@@ -37,7 +39,7 @@ def divided(plan: Plan, memory: int) -> tuple[int, int]:
         return 0, memory
     extent = pool_bytes(pool_shapes(*plan.pool_sizes(1)))
     if not extent:  # extents number the pages on the device, whose codes have at least two bits a channel
-        slots = EXTENT * plan.page_size * plan.spec.num_kv_heads * len(plan.pooled)
+        slots = EXTENT * plan.page_size * saved_spec(plan.spec, plan.mesh).num_kv_heads * len(plan.pooled)
         return memory // (slots * sum(plan.spec.planes) // 4), memory
     return int(memory * POOL_SHARE) // extent, int(memory * (1 - POOL_SHARE))
 
@@ -116,7 +118,7 @@ class PrefixCache:
             logits: f32[1, V], behind the last of these tokens.
             layers: the cropped arrays of the row's layers; None: they are copied from the device.
         """
-        cache = jax.tree.map(lambda x: crop(np.asarray(x)), row.cache.layers) if layers is None else layers
+        cache = jax.tree.map(lambda x: crop(array_out(x, self._plan)), row.cache.layers) if layers is None else layers
         nbytes = sum(x.nbytes for x in jax.tree.leaves(cache) if isinstance(x, np.ndarray))
         if nbytes > self.prefixes.most_bytes:
             LOG.info("a prefix of %d tokens is not stored: its arrays take %d bytes", count, nbytes)

@@ -29,6 +29,7 @@ import jax
 import numpy as np
 
 from icejax.cache.pool.host_pool import Pool
+from icejax.cache.shares import saved_spec
 from icejax.checks import json_file
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import POSITIONS
@@ -86,7 +87,7 @@ class PrefixFolder:
         self._kinds, self._treedef = cache_kinds(cache), jax.tree.structure(cache.layers)
         self._plan, self._root, self._most_bytes = plan, folder.absolute(), most_bytes
         self._logits = ("float32", (1, identity["config.vocab_size"]))
-        made_with = json.dumps([VERSION, identity, asdict(plan.spec), self._kinds, pool_kinds(plan, 1)])
+        made_with = json.dumps([VERSION, identity, asdict(saved_spec(plan.spec, plan.mesh)), self._kinds, pool_kinds(plan, 1)])
         self._folder = self._root / hashlib.sha256(made_with.encode()).hexdigest()[:32]
         self._stored: dict[bytes, list[StoredPrefix]] = {}
         try:
@@ -137,7 +138,7 @@ class PrefixFolder:
                     yield
                 if entry.table is not None:
                     for (name, count), extent in zip(saved_extents(entry.pages), entry.table, strict=False):
-                        for piece, pages in pages_out(pool(), extent, name, count):
+                        for piece, pages in pages_out(pool(), extent, name, count, plan=self._plan):
                             writer.write(piece, pages)
                             yield
             os.replace(part, path.with_suffix(ARRAYS))

@@ -20,7 +20,7 @@ from icejax.cache.protocol import KVCache, Lengths
 from icejax.checks.errors import InputError
 from icejax.engine.batch import pages_used
 from icejax.engine.decode.attention_map import AttentionMap
-from icejax.engine.decode.step import DecodeState, Step
+from icejax.engine.decode.step import DecodeState, Step, decode_cuts
 from icejax.engine.extend import extend
 from icejax.engine.first_token import choose_from
 from icejax.engine.penalties import row_options
@@ -33,10 +33,9 @@ from icejax.engine.serving.prefix_cache import PrefixCache
 from icejax.engine.serving.prefix_folder import LOGITS, StoredPrefix
 from icejax.engine.serving.prefixes import Entry
 from icejax.engine.serving.route import Route, pieces
-from icejax.engine.snapshot.row_arrays import pages_in, saved_extents
+from icejax.engine.snapshot.row_arrays import arrays_in, pages_in, saved_extents
 from icejax.engine.units.job import PrefillJob
 from icejax.models.decoder import CausalLM
-from icejax.runtime import devices
 from icejax.runtime.mesh import home
 
 LOG = logging.getLogger(__name__)
@@ -178,7 +177,7 @@ class RowStart:
                     yield
                 if self._table is not None:
                     for (name, _), extent in zip(saved_extents(stored.pages), self._table, strict=False):
-                        self._pool = pages_in(self._pool, extent, name, arrays.read)
+                        self._pool = pages_in(self._pool, extent, name, arrays.read, plan=self._plan)
                         yield
         except (InputError, OSError) as error:
             folder.forget(stored, error)
@@ -218,14 +217,15 @@ class RowStart:
         last = entry.pages // host_pool.EXTENT
         is_copied = self._table is not None and entry.pages % host_pool.EXTENT and entry.table[last] != self._table[last]
         if is_copied:
-            bits = host_pool.read_extent(self._pool, jnp.int32(entry.table[last]))
-            self._pool = host_pool.write_extent(self._pool, bits, jnp.int32(self._table[last]))
+            mesh = self._plan.mesh
+            bits = host_pool.read_extent(self._pool, jnp.int32(entry.table[last]), mesh=mesh)
+            self._pool = host_pool.write_extent(self._pool, bits, jnp.int32(self._table[last]), mesh=mesh)
         return self._row_of(entry.cache, entry.length, entry.pages)
 
     def _row_of(self, layers: tuple[Any, ...], tokens: int, pages: int) -> DecodeState:
         """Returns the row whose cache has these layers, cropped, and so many tokens and pages."""
         cache = jax.tree.map(whole, layers, is_leaf=lambda x: isinstance(x, Cropped))
-        layers = jax.device_put(cache, devices.device(), may_alias=False)
+        layers = arrays_in(cache, self._plan, self._plan.cuts.layers)
         table = None if self._table is None else jnp.asarray(self._table[None])
         counts, zeros = jnp.asarray([tokens], jnp.int32), jnp.zeros(1, jnp.int32)
         cache = KVCache(layers, Lengths.of(counts, pages), table)
@@ -237,4 +237,5 @@ class RowStart:
         """Returns a row of so many tokens with the request's key and options, for `extend` to draw the first token with."""
         sampling, penalties = row_options([self._sampling], [self._tokens[:tokens]], self._model.config.vocab_size)
         state = dataclasses.replace(state, key=row_keys([self._draw]), sampling=sampling, penalties=penalties)
-        return jax.device_put(state, devices.device())  # as the state behind a prefill is, or what takes it compiles twice
+        # As the state behind a prefill is, or what takes it compiles twice.
+        return jax.device_put(state, home(self._plan.mesh, decode_cuts(self._plan)))

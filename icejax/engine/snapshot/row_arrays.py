@@ -1,7 +1,9 @@
 """The arrays of a row's cache in a file: their names, dtypes and shapes, and the pages of the pool extent by extent.
 
 Example: a row with 150 pages is saved as `pool.0` with 64 pages, `pool.1` with 64 and `pool.2` with 22. If the cache has codes
-of its pages, `pool.0.codes`, `pool.1.codes` and `pool.2.codes` stand beside them.
+of its pages, `pool.0.codes`, `pool.1.codes` and `pool.2.codes` stand beside them. Arrays are whole, with all KV heads, on
+however many devices the row was: at most an extent of the pool is put together at once. Of latent attention, of whose one key
+every device has a copy, the first device's arrays are saved.
 """
 
 from __future__ import annotations
@@ -18,19 +20,21 @@ from icejax.cache.pool.extents import extents_for
 from icejax.cache.pool.host_pool import Pool
 from icejax.cache.pool.page_format import pool_shapes
 from icejax.cache.protocol import KVCache, Lengths
+from icejax.cache.shares import saved_spec
 from icejax.engine.plan import Plan
 from icejax.engine.snapshot.array_names import named_arrays
+from icejax.runtime.mesh import home
 
 Kinds = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape by name
 
 
 def empty_cache(plan: Plan) -> KVCache:
-    """Returns shapes and dtypes of the device part of the cache, without a table."""
+    """Returns shapes and dtypes of the device part of the cache as it is saved, without a table."""
 
     def init() -> KVCache:
-        return KVCache(
-            tuple(policy.init(plan.spec_of(i)) for i, policy in enumerate(plan.policies)), Lengths.none(plan.spec.batch_size)
-        )
+        specs = (saved_spec(plan.spec_of(i), plan.mesh) for i in range(len(plan.policies)))
+        layers = tuple(policy.init(spec) for policy, spec in zip(plan.policies, specs, strict=True))
+        return KVCache(layers, Lengths.none(plan.spec.batch_size))
 
     return jax.eval_shape(init)
 
@@ -44,7 +48,8 @@ def pool_kinds(plan: Plan, pages: int) -> Kinds:
     """Returns dtype and shape, by name, of the arrays that hold a row's first `pages` pages."""
     if not plan.pooled:
         return {}
-    shapes = pool_shapes(*plan.pool_sizes(1))
+    shape, *kind = plan.pool_sizes(1)
+    shapes = pool_shapes((*shape[:3], saved_spec(plan.spec, plan.mesh).num_kv_heads, *shape[4:]), *kind)
     arrays = [(count, *named) for extent, count in saved_extents(pages) for named in _named(extent, shapes)]
     return {name: (str(x.dtype), (x.shape[1], count, *x.shape[3:])) for count, name, x in arrays}
 
@@ -59,23 +64,38 @@ def _named(name: str, arrays: Any) -> list[tuple[str, Any]]:
     return list(zip((name, f"{name}.codes"), jax.tree.leaves(arrays), strict=False))
 
 
-def pages_out(pool: Pool, extent: int | np.integer, name: str, count: int) -> Iterator[tuple[str, np.ndarray]]:
+def array_out(x: jax.Array, plan: Plan) -> np.ndarray:
+    """Returns an array of a row's cache as it is saved."""
+    return np.asarray(x.addressable_data(0) if plan.spec.latent and plan.mesh is not None else x)
+
+
+def arrays_in(arrays: Any, plan: Plan, cuts: Any) -> Any:
+    """Returns saved arrays of a row's cache on the devices of a plan, where they are cut by `cuts`."""
+    if plan.spec.latent and plan.mesh is not None:
+        return jax.tree.map(plan.mesh.copies, arrays, jax.tree.broadcast(cuts, arrays))
+    # No aliasing: on CPU an array over numpy's memory could not be written in place.
+    return jax.device_put(arrays, home(plan.mesh, cuts), may_alias=False)
+
+
+def pages_out(pool: Pool, extent: int | np.integer, name: str, count: int, *, plan: Plan) -> Iterator[tuple[str, np.ndarray]]:
     """Yields name and bits of each array with the first `count` pages of an extent that is saved as `name`."""
-    for part, bits in _named(name, host_pool.read_extent(pool, jnp.int32(extent))):
-        yield part, np.asarray(bits)[:, :count]
+    for part, bits in _named(name, host_pool.read_extent(pool, jnp.int32(extent), mesh=plan.mesh)):
+        yield part, array_out(bits, plan)[:, :count]
 
 
-def pages_in(pool: Pool, extent: int | np.integer, name: str, read: Callable[[str], np.ndarray]) -> Pool:
+def pages_in(pool: Pool, extent: int | np.integer, name: str, read: Callable[[str], np.ndarray], *, plan: Plan) -> Pool:
     """Returns the pool, which it donates, with the first pages of an extent that is saved as `name`.
 
     Args:
         read: returns an array by its name.
     """
 
-    def filled(part: str, x: jax.Array) -> np.ndarray:
-        bits, pages = np.zeros(x.shape[1:], x.dtype), read(part)
+    def filled(part: str) -> np.ndarray:
+        pages = read(part)
+        bits = np.zeros((len(pages), host_pool.EXTENT, *pages.shape[2:]), pages.dtype)
         bits[:, : pages.shape[1]] = pages
         return bits
 
-    arrays = [filled(*pair) for pair in _named(name, pool)]
-    return host_pool.write_extent(pool, jax.tree.unflatten(jax.tree.structure(pool), arrays), jnp.int32(extent))
+    arrays = [arrays_in(filled(part), plan, host_pool.OF_EXTENT) for part, _ in _named(name, pool)]
+    bits = jax.tree.unflatten(jax.tree.structure(pool), arrays)
+    return host_pool.write_extent(pool, bits, jnp.int32(extent), mesh=plan.mesh)

@@ -45,10 +45,10 @@ class LatentAttention(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: str) -> None:
-        self.config, self.rope, self.heads = config.latent, layer.rope, config.num_attention_heads
+        self.config, self.rope, heads = config.latent, layer.rope, config.num_attention_heads
         self.interleaved = config.rope_interleave
         hidden, rank, q_rank = config.hidden_size, config.latent.kv_lora_rank, config.latent.q_lora_rank
-        queries = self.heads * (config.latent.qk_nope_head_dim + layer.rope.size)
+        queries = heads * (config.latent.qk_nope_head_dim + layer.rope.size)
         if q_rank is None:
             self.q_proj = Linear(hidden, queries, bias=False, dtype=dtype)
         else:
@@ -57,9 +57,9 @@ class LatentAttention(nnx.Module):
             self.q_b_proj = Linear(q_rank, queries, bias=False, dtype=dtype)
         self.kv_a_proj_with_mqa = Linear(hidden, rank + layer.rope.size, bias=config.qkv_bias, dtype=dtype)
         self.kv_a_layernorm = RMSNorm(rank, eps=EPS, dtype=dtype)
-        kv_channels = self.heads * (config.latent.qk_nope_head_dim + config.latent.v_head_dim)
+        kv_channels = heads * (config.latent.qk_nope_head_dim + config.latent.v_head_dim)
         self.kv_b_proj = Linear(rank, kv_channels, bias=False, dtype=dtype)
-        self.o_proj = Linear(self.heads * config.latent.v_head_dim, hidden, bias=config.o_bias, dtype=dtype)
+        self.o_proj = Linear(heads * config.latent.v_head_dim, hidden, bias=config.o_bias, dtype=dtype)
 
     def project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]):
         """Returns the fields of `LayerHeads`: absorbed queries, the cached key and value of all heads, and the expanded heads.
@@ -70,7 +70,8 @@ class LatentAttention(nnx.Module):
         rank, plain = self.config.kv_lora_rank, self.config.qk_nope_head_dim
         with jax.named_scope("qkv"):
             q = self.q_proj(x) if self.config.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-            q, compressed = q.reshape(*x.shape[:2], self.heads, -1), self.kv_a_proj_with_mqa(x)[:, :, None]
+            q = q.reshape(*x.shape[:2], -1, plain + self.rope.size)
+            compressed = self.kv_a_proj_with_mqa(x)[:, :, None]
             latent = self.kv_a_layernorm(compressed[..., :rank])
         with jax.named_scope("rope"):
             cos, sin = cos_sin(positions, seen, rope=self.rope)
@@ -103,11 +104,13 @@ class LatentAttention(nnx.Module):
     @property
     def _made(self) -> Float[Array, "N H C"]:
         """The weights from a latent to each head's key channels, and behind them its value channels."""
-        return self.kv_b_proj.weight[...].reshape(self.heads, -1, self.config.kv_lora_rank)
+        channels = self.config.qk_nope_head_dim + self.config.v_head_dim
+        return self.kv_b_proj.weight[...].reshape(-1, channels, self.config.kv_lora_rank)
 
     def _expanded(self, q: Float[Array, "B T N H"], latent: Float[Array, "B T C"], key: Float[Array, "B T 1 R"]) -> Expanded:
         """Returns expanded heads in equal groups of at most `HEADS_AT_ONCE`; 24 heads make 2 groups of 12."""
-        count = max(n for n in range(1, min(self.heads, HEADS_AT_ONCE) + 1) if self.heads % n == 0)
+        heads = q.shape[2]
+        count = max(n for n in range(1, min(heads, HEADS_AT_ONCE) + 1) if heads % n == 0)
 
         def expand_group(group: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             queries = lax.dynamic_slice_in_dim(q, group * count, count, axis=2)
@@ -117,4 +120,4 @@ class LatentAttention(nnx.Module):
             rotated = jnp.broadcast_to(key, (*k.shape[:3], key.shape[-1]))
             return queries, jnp.concatenate([k, rotated], axis=-1), v
 
-        return Expanded(self.heads // count, expand_group)
+        return Expanded(heads // count, expand_group)

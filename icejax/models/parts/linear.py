@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from icejax.config import ModelConfig
 from icejax.ops.quantized.products import product
-from icejax.runtime.mesh import Mesh, total
+from icejax.runtime.mesh import Mesh, part, size, total
 
 
 class Linear(nnx.Module):
@@ -32,22 +32,28 @@ class Linear(nnx.Module):
         return y + self.bias[...][None, None, :] if self.has_bias else y
 
 
-def normalised(x: jax.Array, eps: float) -> jax.Array:
-    """Returns the vectors of the last axis divided by their root mean square, in fp32."""
+def normalised(x: jax.Array, eps: float, summed_over: Mesh | None = None) -> jax.Array:
+    """Returns the vectors of the last axis divided by their root mean square, in fp32; `summed_over` as in `RMSNorm`."""
     wide = x.astype(jnp.float32)
-    return wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
+    squares = total(summed_over, jnp.square(wide).mean(-1, keepdims=True)) / size(summed_over)
+    return wide * lax.rsqrt(squares + eps)
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm (arXiv 1910.07467) of the last axis, in fp32; `kind` as `ModelConfig.norm`."""
+    """Root-mean-square norm (arXiv 1910.07467) of the last axis, in fp32; `kind` as `ModelConfig.norm`.
+
+    Attributes:
+        summed_over: the mesh whose devices each have a part of the vector, and the whole weight; None: a device has all.
+    """
 
     def __init__(self, features: int, *, eps: float, dtype: str, kind: str = "rounded") -> None:
         self.weight = nnx.Param(jnp.zeros((features,), dtype))
         self.eps, self.kind = eps, kind
+        self.summed_over: Mesh | None = None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        normal = normalised(x, self.eps)
-        weight = self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        normal = normalised(x, self.eps, self.summed_over)
+        weight = part(self.summed_over, self.weight[...], x.shape[-1]).reshape((1,) * (x.ndim - 1) + (-1,))
         if self.kind == "rounded":
             return normal.astype(x.dtype) * weight
         weight = weight.astype(jnp.float32)
