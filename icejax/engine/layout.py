@@ -107,7 +107,7 @@ def _spec(config: ModelConfig, dtype: str, batch_size: int, prompt_tokens: int, 
         value_dim=config.value_dim,
         latent=config.latent is not None,
         prompt_capacity=prompt,
-        new_capacity=room_for(new_tokens, prompt=prompt),
+        new_capacity=room_for(new_tokens, prompt=prompt, kv_heads=config.num_key_value_heads),
         dtype=dtype,
     )
 
@@ -125,15 +125,16 @@ def _with_pages(spec: CacheSpec, policies: Sequence[CachePolicy], new_tokens: in
     Whole rounds, because the growth pages are a ring: a round must not wrap. If a row `joins` its batch again, a page and a
     round more (`Plan.joining_tokens`).
     """
+    sizes = dict(prompt=spec.prompt_capacity, kv_heads=spec.num_kv_heads)
     if extends and any(policy.pool(spec) for policy in policies):
-        room = room_for(new_tokens * 3 // 2 + 2 * SHORTEST, prompt=spec.prompt_capacity)
+        room = room_for(new_tokens * 3 // 2 + 2 * SHORTEST, **sizes)
         spec = dataclasses.replace(spec, new_capacity=room)
     pools = [pool for pool in (policy.pool(spec) for policy in policies) if pool is not None]
     every = max((pool.compact_every for pool in pools), default=0)
     if joins and pools:
-        room = room_for(new_tokens + pools[0].page_size, prompt=spec.prompt_capacity)
+        room = room_for(new_tokens + pools[0].page_size, **sizes)
         if room >= every > 0:  # so much room is packed anew
-            room = room_for(new_tokens + every + pools[0].page_size, prompt=spec.prompt_capacity)
+            room = room_for(new_tokens + every + pools[0].page_size, **sizes)
         spec = dataclasses.replace(spec, new_capacity=room)
     if spec.new_capacity > every > 0:
         spec = dataclasses.replace(spec, new_capacity=-(-spec.new_capacity // every) * every)
