@@ -32,13 +32,14 @@ def text_bucket(tokens: int) -> int:
     return bucket(tokens) if tokens > SHORTEST // 2 else max(SHORTEST_TEXT, 1 << (tokens - 1).bit_length())
 
 
-def room_for(new_tokens: int, *, prompt: int, kv_heads: int) -> int:
+def room_for(new_tokens: int, *, prompt: int, one_head: bool = False) -> int:
     """Returns the number of slots for new tokens behind a prompt that is padded to `prompt` tokens.
 
-    Behind 16,384 tokens and more it is a multiple of 1,024, of one KV head 2,048: XLA:GPU splits products over that many tokens
-    into parts, of which one head gets more, and copies all values in every step if the parts do not divide the tokens.
+    Behind 16,384 tokens and more it is a multiple of 1,024: XLA:GPU splits products over that many tokens into parts, and
+    copies all values in every step if the parts do not divide the tokens. A product of `one_head`, a device's only KV head, has
+    more parts, and the multiple is 2,048.
 
-    Examples: 256 new tokens of 8 KV heads get 256 slots behind 1,024 prompt tokens, and 1,024 slots behind 16,384.
+    Examples: 256 new tokens get 256 slots behind 1,024 prompt tokens, and 1,024 slots behind 16,384.
     """
-    new, multiple = bucket(new_tokens), LONG_MULTIPLE * (2 if kv_heads == 1 else 1)
+    new, multiple = bucket(new_tokens), 2 * LONG_MULTIPLE if one_head else LONG_MULTIPLE
     return new if prompt < 2 * STEP else -(-new // multiple) * multiple
