@@ -2,9 +2,9 @@
 
 Prints a JSON line of byte counts and pool copies, which `test_aot` checks. Arguments: target, program, and optionally fetch
 backend, batch size, and `int8` for int8 pages, `look` for pages with codes or `mesh` for eight devices, whose figures are those
-of one. Programs: `step`, `flush`, `flushed` and `compact`; `prefill`, `extend` and
-`write` of one layer; `insert` of a row into a batch; `write-pages`, 64 pages of all layers; `write-extent` and `read-extent`;
-of a prefill in units `unit-keys`, `unit-block` and `unit-head`.
+of one. Programs: `step`, `flush`, `flushed` and `compact`; `prefill`, `extend` and `write` of one layer; `insert` of a row into
+a batch; `write-pages`, 64 pages of all layers; `write-extent` and `read-extent`; of a prefill in units `unit-keys`, `unit-block`
+and `unit-head`. For `mesh` arguments are cut of `step`, `write` and the units alone.
 
 Needs the compilers: ``pip install -e '.[aot]'``.
 """

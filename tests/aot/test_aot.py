@@ -123,6 +123,14 @@ def test_on_eight_devices_sums_alone_cross_and_the_pool_stays(case):
 
 
 @pytest.mark.slow
+def test_a_step_copies_no_values_of_a_device_with_one_kv_head():
+    line = "--target h100 --shape attention --layers 1 --devices 8 --context 131072 --cache full --whole"
+    (row,) = json_lines("h100", "bench.scale", *line.split())
+    assert row["temp_bytes"] < row["state_bytes"] / 10  # 3 MB; with a copy of the values 38
+    assert (row["sums"], row["other_collectives"]) == (2, 0)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("line", GRAPHS)
 def test_the_step_is_one_graph(line):
     for row in json_lines("h100", "bench.program", "--target", "h100", *line.split(), backend="triton"):
