@@ -26,8 +26,9 @@ TEXT = """# One decode step on 1, 2, 4 and 8 devices
 `python -m bench.scale --out bench/results` compiles decode steps of one row for devices that the machine does not have
 ({versions}). **No figure was timed.** Rows: [scale.jsonl](scale.jsonl).
 
-* Bytes and operations are those of one device. A program of one layer is compiled for each kind of layer, and one of two
-  layers; from them a step of all layers is counted. Temporary memory is the largest of these programs'.
+* Bytes and operations are those of one device. For each kind of layer (with all tokens on the device, with pages) a program of
+  one layer is compiled and one of two; what the second layer adds is counted for all layers of its kind. Temporary memory is
+  the largest of these programs'.
 * *cache*: keys, values and digests on the device. *pool*: pages in this device's share of host memory, in all N times that.
 * *fits*: whether weights, cache and temporary memory fit the device; prefill needs more.
 * *device*, *host*: bytes that a step moves in the device's memory, and from host memory, where no page is there already.

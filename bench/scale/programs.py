@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import jax
@@ -58,22 +57,21 @@ class Counting:
     def counted(self, policy: CachePolicy, context: int) -> dict[str, Any]:
         """Returns the figures of a step of all layers.
 
-        Layers are of one kind if their shapes and their cache policies are equal. A program of one layer is compiled for each
-        kind, and one of two layers for the first kind of several. The two tell what a step has beside its layers; what another
-        layer adds is its program less that. Temporary memory is the largest of the programs'.
+        Layers are of one kind if their shapes and their cache policies are equal. For each kind a program of one layer is
+        compiled, and one of two: what the second layer adds counts for all layers of the kind. What a step has beside its
+        layers counts once, and temporary memory is the largest of the programs'.
         """
         kinds = self._kinds(policy, context)
-        counts = Counter(kinds)
-        repeated = next(kind for kind in kinds if counts[kind] > 1)
-        pair = [i for i, kind in enumerate(kinds) if kind == repeated][:2]
-        one, two = (self.compiled(policy, context, layers) for layers in (pair[:1], pair))
-        singles = {kind: self.compiled(policy, context, [kinds.index(kind)]) for kind in counts}
-        beside = {name: 2 * one[name] - two[name] for name in one}
-        total = {
-            name: beside[name] + sum(counts[kind] * (single[name] - beside[name]) for kind, single in singles.items())
-            for name in one
-        }
-        return total | dict(temp_bytes=max(x["temp_bytes"] for x in (two, *singles.values())))
+        places = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)}
+        ones = {kind: self.compiled(policy, context, of_kind[:1]) for kind, of_kind in places.items()}
+        twos = {kind: self.compiled(policy, context, x[:2]) for kind, x in places.items() if len(x) > 1}
+        repeated = next(iter(twos))
+        beside = {name: 2 * ones[repeated][name] - twos[repeated][name] for name in ones[repeated]}
+        total = dict(beside)
+        for kind, of_kind in places.items():
+            without, program = (ones[kind], twos[kind]) if kind in twos else (beside, ones[kind])
+            total = {name: total[name] + len(of_kind) * (program[name] - without[name]) for name in total}
+        return total | dict(temp_bytes=max(x["temp_bytes"] for x in (*ones.values(), *twos.values())))
 
     def compiled(self, policy: CachePolicy, context: int, layers: list[int] | None = None) -> dict[str, Any]:
         """Returns the figures of a step of some layers, by default of all."""

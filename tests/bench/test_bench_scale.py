@@ -24,9 +24,9 @@ def test_a_step_of_all_layers_is_counted_from_one_layer_of_each_kind(monkeypatch
     monkeypatch.setattr(programs, "figures", figures)
     model = compile.abstract_model("attention", dtype="bfloat16", layers=4)
     counting = programs.Counting(TARGETS["h100"], model, batch=1, new_tokens=64)
-    assert counting.counted(Clustered(dense_layers=2), 4096) == dict(flops=7 + 2 * 100 + 2 * 1000, temp_bytes=5 + 90)
+    assert counting.counted(Clustered(dense_layers=2), 4096) == dict(flops=7 + 2 * 100 + 2 * 1000, temp_bytes=5 + 2 * 90)
     assert counting.compiled(Clustered(dense_layers=2), 4096)["flops"] == 7 + 2 * 100 + 2 * 1000
-    assert len(counting._compiled) == 4  # one dense layer, two of them, one with pages, and all
+    assert len(counting._compiled) == 5  # one layer and two of each kind, and all
 
 
 def test_the_least_times_of_the_links():
