@@ -46,6 +46,10 @@ SHAPES = {
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
         tie_word_embeddings=False,
     ),
+    "llama-3.1-70b": _LLAMA | _PUBLISHED | dict(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
+        tie_word_embeddings=False,
+    ),
     "llama-2-70b": _LLAMA | dict(
         vocab_size=32000, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
         num_key_value_heads=8, tie_word_embeddings=False,

@@ -20,6 +20,7 @@ _LINE = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.*)$")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _PARTS = ("dynamic-slice", "gather", "slice")  # opcodes that read only a part of their first operand
 _SAME = ("bitcast", "reshape")  # opcodes that move nothing
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute", "ragged-all-to-all")
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,8 @@ def _arrays(result_type: str) -> tuple[Array, ...]:
 
 def traffic(module: Module, computation: dict[str, Instruction], instruction: Instruction) -> Traffic:
     """Returns the bytes that an instruction moves; of a sliced or updated array only the slice or the update counts."""
+    if instruction.opcode.removesuffix("-start") in COLLECTIVES:
+        return Traffic(device=2 * sum(x.nbytes for x in instruction.arrays if x.space == DEVICE))  # read and written
     if instruction.opcode.endswith("-start"):
         return _started(instruction, computation)
     operands = [computation[name] for name in instruction.operands if name in computation]
@@ -246,6 +249,12 @@ def trips(module: Module, loop: Instruction) -> int | None:
         return None
     bound = condition[root.operands[1]]  # XLA:TPU states no trip count; JAX's loops count from 0
     return int(bound.operands[0]) if bound.opcode == "constant" else None
+
+
+def collectives(module: Module) -> list[tuple[str, Instruction]]:
+    """Returns all instructions that move data between devices, each with its opcode without `-start`."""
+    named = ((x.opcode.removesuffix("-start"), x) for x in module.all())
+    return [(opcode, x) for opcode, x in named if opcode in COLLECTIVES]
 
 
 def pool_copies(module: Module, shape: tuple[int, ...], itemsize: int) -> list[str]:

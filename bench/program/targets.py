@@ -26,6 +26,8 @@ gpu_device_info {{
 _HOPPER = dict(capability=9, cores=132, fpus=128, clock=1.98, l2=52428800, shared=232448, shared_core=233472)
 _AMPERE = dict(capability=8, cores=108, fpus=64, clock=1.41, l2=41943040, shared=166912, shared_core=167936)
 
+_TPUS = {1: "2x2", 2: "1x2", 4: "2x2", 8: "2x4"}  # arrangement of the devices of a host
+
 
 @dataclass(frozen=True)
 class Target:
@@ -49,12 +51,12 @@ class Target:
         """The platform's name in JAX's lowering."""
         return "cuda" if self.platform == "gpu" else "tpu"
 
-    def device(self) -> jax.Device:
-        """Returns a description of the device to compile for; it cannot run programs."""
+    def devices(self, count: int = 1) -> list[jax.Device]:
+        """Returns descriptions of devices of one host to compile for; they cannot run programs."""
         if self.gpu is None:
-            return topologies.get_topology_desc(f"{self.name}:2x2", "tpu").devices[0]
+            return topologies.get_topology_desc(f"{self.name}:{_TPUS[count]}", "tpu").devices[:count]
         config = _GPU.format(name=self.name.upper(), memory=self.memory, bandwidth=self.bandwidth, **self.gpu)
-        return topologies.get_topology_desc(self.name, "cuda", topology="1x1x1", target_config=config).devices[0]
+        return topologies.get_topology_desc(self.name, "cuda", topology=f"1x1x{count}", target_config=config).devices
 
 
 TARGETS = {

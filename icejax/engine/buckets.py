@@ -8,7 +8,7 @@ from __future__ import annotations
 SHORTEST = 256  # tokens
 SHORTEST_TEXT = 16  # tokens; fewer would read all weights for hardly less work
 STEP = 8192  # tokens between the sizes of long prompts, where doubling would cost memory
-LONG_MULTIPLE = 1024  # tokens; divides the room for new tokens behind a long prompt
+LONG_MULTIPLE = 1024  # tokens; divides the room for new tokens behind a long prompt, twice as many that of one KV head
 
 
 def bucket(tokens: int) -> int:
@@ -32,13 +32,14 @@ def text_bucket(tokens: int) -> int:
     return bucket(tokens) if tokens > SHORTEST // 2 else max(SHORTEST_TEXT, 1 << (tokens - 1).bit_length())
 
 
-def room_for(new_tokens: int, *, prompt: int) -> int:
+def room_for(new_tokens: int, *, prompt: int, one_head: bool = False) -> int:
     """Returns the number of slots for new tokens behind a prompt that is padded to `prompt` tokens.
 
     Behind 16,384 tokens and more it is a multiple of 1,024: XLA:GPU splits products over that many tokens into parts, and
-    copies all values in every step if the parts do not divide the tokens.
+    copies all values in every step if the parts do not divide the tokens. A product of `one_head`, a device's only KV head, has
+    more parts, and the multiple is 2,048.
 
     Examples: 256 new tokens get 256 slots behind 1,024 prompt tokens, and 1,024 slots behind 16,384.
     """
-    new = bucket(new_tokens)
-    return new if prompt < 2 * STEP else -(-new // LONG_MULTIPLE) * LONG_MULTIPLE
+    new, multiple = bucket(new_tokens), 2 * LONG_MULTIPLE if one_head else LONG_MULTIPLE
+    return new if prompt < 2 * STEP else -(-new // multiple) * multiple

@@ -83,7 +83,9 @@ def make_layout(
     config = share(config, mesh)
     several = batch_size > 1 or joins
     renewal = _renewal(config, prompt_tokens, new_tokens, several=several)
-    spec = _spec(config, dtype, batch_size, max(prompt_tokens, renewal), new_tokens)
+    # A session may be opened on another mesh, so its sizes do not depend on how many heads a device has.
+    one_head = config.num_key_value_heads == 1 and not extends
+    spec = _spec(config, dtype, batch_size, max(prompt_tokens, renewal), new_tokens, one_head=one_head)
     policies = layer_policies(policy, config, capacity=spec.capacity)
     policies = tuple(layer_policy.for_platform(platform, latent=spec.latent) for layer_policy in policies)
     spec = _with_pages(spec, policies, new_tokens, extends=extends, joins=batch_size > 1 and (joins or renewal > 0))
@@ -94,7 +96,9 @@ def make_layout(
     return Layout(policies, spec, platform, _other_heads(config), renewal, mesh)
 
 
-def _spec(config: ModelConfig, dtype: str, batch_size: int, prompt_tokens: int, new_tokens: int) -> CacheSpec:
+def _spec(
+    config: ModelConfig, dtype: str, batch_size: int, prompt_tokens: int, new_tokens: int, *, one_head: bool
+) -> CacheSpec:
     """Returns the sizes of a cache before they are rounded to pages."""
     prompt = bucket(prompt_tokens)
     return CacheSpec(
@@ -105,7 +109,7 @@ def _spec(config: ModelConfig, dtype: str, batch_size: int, prompt_tokens: int, 
         value_dim=config.value_dim,
         latent=config.latent is not None,
         prompt_capacity=prompt,
-        new_capacity=room_for(new_tokens, prompt=prompt),
+        new_capacity=room_for(new_tokens, prompt=prompt, one_head=one_head),
         dtype=dtype,
     )
 
@@ -129,9 +133,10 @@ def _with_pages(spec: CacheSpec, policies: Sequence[CachePolicy], new_tokens: in
     pools = [pool for pool in (policy.pool(spec) for policy in policies) if pool is not None]
     every = max((pool.compact_every for pool in pools), default=0)
     if joins and pools:
-        room = room_for(new_tokens + pools[0].page_size, prompt=spec.prompt_capacity)
+        sizes = dict(prompt=spec.prompt_capacity, one_head=spec.num_kv_heads == 1 and not extends)
+        room = room_for(new_tokens + pools[0].page_size, **sizes)
         if room >= every > 0:  # so much room is packed anew
-            room = room_for(new_tokens + every + pools[0].page_size, prompt=spec.prompt_capacity)
+            room = room_for(new_tokens + every + pools[0].page_size, **sizes)
         spec = dataclasses.replace(spec, new_capacity=room)
     if spec.new_capacity > every > 0:
         spec = dataclasses.replace(spec, new_capacity=-(-spec.new_capacity // every) * every)

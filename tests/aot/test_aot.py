@@ -32,6 +32,8 @@ OTHER_PROGRAMS.remove(("v5e", "prefill", "slices"))  # it reads no pool, unlike 
 OTHER_PROGRAMS += [(target, "insert", backend, "4") for target, backend in BACKENDS]
 OTHER_PROGRAMS += [("h100", name, "triton", "1", "look") for name in NAMES if name != "prefill"]
 UNITS = [(target, name, backend) for target, backend in BACKENDS for name in ("unit-keys", "unit-block", "unit-head")]
+MESH = [(target, name, backend, "1", "mesh") for target, backend in BACKENDS for name in ("step", "unit-block", "write")]
+CACHE_SCOPES = {"append", "select", "fetch", "attend", "evict"}
 
 FOUR_LAYERS = "--layers 4 --cache-option dense_layers=2"  # two dense layers and two others: 32 layers take minutes to compile
 GRAPHS = (
@@ -103,6 +105,29 @@ def test_units_of_a_prefill_write_in_place(case):
     report = compiled(*case)
     assert not report["pool_copies"] and not report["host_temp_bytes"]
     assert report["output_bytes"] - report["alias_bytes"] < 10_000 and report["temp_bytes"] < report["pool_bytes"] / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MESH, ids="-".join)
+def test_on_eight_devices_sums_alone_cross_and_the_pool_stays(case):
+    """Of 8 KV heads each device has one. Sums are of hidden states: no weight, no page and nothing of the cache crosses."""
+    report = compiled(*case)
+    tokens, layers = dict(step=(1, 2), write=(0, 0)).get(case[1], (1024, 1))
+    sums = [x for x in report["collectives"] if "finish" not in x["scope"]]  # of the counters, a few numbers
+    assert [x["elements"] for x in sums] == [512 * tokens] * 2 * layers
+    assert sum(x["elements"] for x in report["collectives"]) <= 512 * tokens * 2 * layers + 3
+    for x in report["collectives"]:
+        assert x["opcode"] == "all-reduce" and not CACHE_SCOPES & set(x["scope"].split("/")), x
+    assert not report["pool_copies"] and report["host_temp_bytes"] < report["pool_bytes"] / 10
+    assert case[1] != "write" or report["alias_bytes"] >= report["pool_bytes"]
+
+
+@pytest.mark.slow
+def test_a_step_copies_no_values_of_a_device_with_one_kv_head():
+    line = "--target h100 --shape attention --layers 1 --devices 8 --context 131072 --cache full --whole"
+    (row,) = json_lines("h100", "bench.scale", *line.split())
+    assert row["temp_bytes"] < row["state_bytes"] / 10  # 3 MB; with a copy of the values 38
+    assert (row["sums"], row["other_collectives"]) == (2, 0)
 
 
 @pytest.mark.slow

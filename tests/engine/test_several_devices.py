@@ -3,6 +3,7 @@
 The runs are in a process of their own, which has eight CPU devices (`tests.helpers.on_devices`).
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import icejax
 from icejax.checkpoint.load import read_config
 from icejax.checks.errors import InputError
+from icejax.engine.layout import make_layout
 from icejax.models import sharding
 from icejax.models.parts.vocabulary import Embedding
 from icejax.ops.quantized.products import Grouped
@@ -72,6 +74,15 @@ def test_what_is_saved_on_several_devices_goes_on_on_others():
 def config(tmp_path, **changes):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes))
     return read_config(tmp_path)
+
+
+@pytest.mark.parametrize(("devices", "room"), [(4, 1024), (8, 2048)])
+def test_the_values_of_one_kv_head_divide_into_more_parts(tmp_path, devices, room):
+    """Behind a long prompt; XLA:GPU would copy them in every step. The sizes of a session are those of every mesh."""
+    model, sizes = config(tmp_path, max_position_embeddings=2**16), dict(prompt_tokens=20_000, new_tokens=64, platform="gpu")
+    layout = functools.partial(make_layout, model, "bfloat16", icejax.Full(), batch_size=1, **sizes)
+    assert layout(mesh=mesh.Mesh(devices)).spec.new_capacity == room
+    assert layout(extends=True).spec.new_capacity == 1024
 
 
 def test_weights_are_cut_by_heads_and_inner_channels():

@@ -1,0 +1,92 @@
+"""`bench.scale`: how steps of many layers are counted from few, the least times, the page; nothing is compiled."""
+
+import json
+
+import pytest
+
+from bench.program import compile, hlo
+from bench.program.targets import TARGETS
+from bench.scale import __main__ as command
+from bench.scale import page, programs
+from bench.scale.links import MACHINES, bounds
+from icejax.cache.registry import Clustered
+
+BESIDE, DENSE, PAGES = dict(flops=7, temp_bytes=5), dict(flops=100, temp_bytes=2), dict(flops=1000, temp_bytes=90)
+
+
+def test_a_step_of_all_layers_is_counted_from_one_layer_of_each_kind(monkeypatch):
+    """Of 4 layers two keep every token: what is beside the layers counts once, and temporary memory is the largest."""
+
+    def figures(target, step, *, devices):
+        layers = [PAGES if isinstance(policy, Clustered) else DENSE for policy in step.plan.policies]
+        return {name: BESIDE[name] + sum(layer[name] for layer in layers) for name in BESIDE}
+
+    monkeypatch.setattr(programs, "figures", figures)
+    model = compile.abstract_model("attention", dtype="bfloat16", layers=4)
+    counting = programs.Counting(TARGETS["h100"], model, batch=1, new_tokens=64)
+    assert counting.counted(Clustered(dense_layers=2), 4096) == dict(flops=7 + 2 * 100 + 2 * 1000, temp_bytes=5 + 2 * 90)
+    assert counting.compiled(Clustered(dense_layers=2), 4096)["flops"] == 7 + 2 * 100 + 2 * 1000
+    assert len(counting._compiled) == 5  # one layer and two of each kind, and all
+
+
+def test_the_least_times_of_the_links():
+    counted = dict(flops=989e9, device_bytes=3.35e9, host_bytes=64e6, collective_bytes=450e6)
+    assert bounds(MACHINES["h100"], 1, counted) == dict(flops=1, memory=1, link=0, host=1)
+    assert bounds(MACHINES["h100"], 8, counted)["link"] == 1.75  # seven eighths of all bytes go out twice
+    assert bounds(MACHINES["v5e"], 2, counted)["link"] == 9.0 and bounds(MACHINES["v5e"], 4, counted)["link"] == 6.75
+
+
+CROSSING = """ENTRY %main (x: f32[1,1,512]) -> f32[1,1,512] {
+  %x = f32[1,1,512]{2,1,0} parameter(0)
+  %all-reduce-start = f32[1,1,512]{2,1,0} all-reduce-start(%x), metadata={op_name="jit(step)/total/psum"}
+  %all-reduce-done = f32[1,1,512]{2,1,0} all-reduce-done(%all-reduce-start)
+  ROOT %all-gather.1 = f32[8,1,512]{2,1,0} all-gather(%all-reduce-done), dimensions={0}
+}
+"""
+
+
+def test_what_crosses_between_devices_is_found():
+    module = hlo.parse(CROSSING)
+    assert [(opcode, x.name) for opcode, x in hlo.collectives(module)] == [
+        ("all-reduce", "all-reduce-start"), ("all-gather", "all-gather.1"),
+    ]  # fmt: skip
+    entry = module.computations["main"]
+    assert hlo.traffic(module, entry, entry["all-reduce-start"]).device == 2 * 512 * 4
+
+
+ROW = dict(
+    shape="llama-3.1-70b", target="h100", devices=8, weights="int4", layers=80, context=131072, cache="clustered", whole=False,
+    weight_bytes=8 * 2**30, state_bytes=2**30, pool_bytes=5 * 2**30, temp_bytes=2**20, flops=1e9, device_bytes=9e9,
+    host_bytes=8e6, collective_bytes=5e6, sums=160, fits=True, ms=dict(flops=0.1, memory=2.5, link=0.02, host=0.2),
+    jax="0.10.2", plugin="plugin 1",
+)  # fmt: skip
+
+
+def test_rows_replace_earlier_ones_and_make_the_page(tmp_path):
+    labels = {name: ROW[name] for name in ("target", "devices", "weights", "shape")}
+    left_out = labels | dict(context=None, cache=None, left_out="no room")
+    for row in (ROW | dict(sums=1), left_out, ROW, ROW | dict(whole=True, flops=2e9)):
+        page.add(tmp_path, row)
+    rows = [json.loads(line) for line in (tmp_path / "scale.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 and ROW in rows
+    text = (tmp_path / "scale.md").read_text()
+    assert "| 8 | int4 | clustered | 8.00 | 1.00 | 1 | yes | 5.00 | 1.0 | 9.00 | 8.0 | 5.0 | 160 | 2.50 |" in text
+    assert "| 400 |" in text and "* llama-3.1-70b, int4 on 8 x h100: no room" in text  # tokens/s of 2.5 ms
+    assert "| llama-3.1-70b | 80 | 131,072 | 8 x h100 | clustered | 1.0000 | 1.0000 | 1.0000 | 1.0000 | 0.5000 |" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--target h200", "--target must be of h100, v5e, got 'h200'"),
+        ("--devices 3", "--devices must be of 1, 2, 4, 8, got 3"),
+        ("--weights nf4", "--weights must be of plain, int8, fp8, int4, got 'nf4'"),
+        ("--shape llama", "--shape must be of "),
+    ],
+)
+def test_bad_options_are_one_line(capsys, monkeypatch, line, message):
+    monkeypatch.setattr(compile, "without_devices", lambda count: None)
+    with pytest.raises(SystemExit) as end:
+        command.main(line.split())
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and len(err.splitlines()) == 1 and message in err
