@@ -23,7 +23,7 @@ from icejax.cache.shares import ORDER, PAGES
 from icejax.cache.sizes import CacheSpec
 from icejax.checks.errors import InputError
 from icejax.engine.decode.attention_map import AttentionMap, check_has_pages, positions_in
-from icejax.engine.layers import LayerPlace, run_exact, run_layers
+from icejax.engine.layers import LayerPlace, embed, run_exact, run_layers
 from icejax.engine.plan import Plan, make_plan
 from icejax.engine.prefill import padded_prompts, prefill_outcome
 from icejax.files import private
@@ -131,7 +131,7 @@ def _positions(model: CausalLM, prompt: Sequence[int], plan: Plan) -> dict[int, 
         spec = replace(plan.spec_of(place.number), latent=False, dtype="float32")
         return _layer(with_experts_on_device(layer), x, new, place.shared, policy=policy, spec=spec)
 
-    positions, embedded = {}, model.model.embed_tokens(jnp.asarray(padded_prompts([prompt], plan.spec)))
+    positions, embedded = {}, embed(model, jnp.asarray(padded_prompts([prompt], plan.spec)))
     for i, (_, outcome) in enumerate(run_layers(model, embedded, run)):
         if outcome.pages is not None:
             positions[i] = positions_in(outcome)

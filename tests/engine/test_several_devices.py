@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -139,7 +140,7 @@ def test_a_vocabulary_in_parts_embeds_and_scores_as_one():
     """Devices are simulated by a mapped axis. The last device has a row of zeros behind the vocabulary of 11."""
     rng, devices = np.random.default_rng(0), mesh.Mesh(4)
     matrix, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((12, 5), (2, 3, 5)))
-    tokens = np.array([[0, 2, 3], [10, 5, 6]], np.int32)
+    tokens = jnp.asarray([[0, 2, 3], [10, 5, 6]], jnp.int32)
     _, tree = jax.tree.flatten(Embedding(12, 5, scale=2.0, dtype="float32", mesh=devices))
 
     def run(part):

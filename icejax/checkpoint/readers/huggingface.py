@@ -6,6 +6,7 @@ and one of DTYPES.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import struct
@@ -83,16 +84,24 @@ def read_tensor(file: Path, key: str, box: Box | None = None) -> np.ndarray:
 
     safetensors has no fp8 for numpy, and keeps the file's pages mapped.
     """
-    with _open(file):  # checks the header, and that the file holds all tensors it names
-        pass
+    status = file.stat() if file.is_file() else None
+    data, header = _header(file, status and (status.st_size, status.st_mtime_ns))
+    about = header[key]
     with file.open("rb", buffering=0) as stream:
-        (size,) = struct.unpack("<Q", stream.read(8))
-        about = json.loads(stream.read(size))[key]
-        start = 8 + size + about["data_offsets"][0]
         try:
-            return boxes.read(stream, start, about["shape"], np.dtype(DTYPES[about["dtype"]]), box)
+            return boxes.read(stream, data + about["data_offsets"][0], about["shape"], np.dtype(DTYPES[about["dtype"]]), box)
         except EOFError:
             raise InputError(f"{file} is not a whole safetensors file (it ends within {key}): fetch it again") from None
+
+
+@functools.lru_cache(maxsize=4)  # experts are thousands of tensors in one file, each read once for every device
+def _header(file: Path, status: tuple[int, int] | None) -> tuple[int, dict[str, Any]]:
+    """Returns where the data of a file begin, and its header; `status` is another one when the file has changed."""
+    with _open(file):  # checks the header, and that the file holds all tensors it names
+        pass
+    with file.open("rb") as stream:
+        (size,) = struct.unpack("<Q", stream.read(8))
+        return 8 + size, json.loads(stream.read(size))
 
 
 def _open(file: Path):
