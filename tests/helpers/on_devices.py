@@ -21,11 +21,13 @@ from safetensors.numpy import save_file
 import icejax
 from icejax.cache.options import make_policy
 from icejax.checkpoint.load import abstract, load_model, read_config
+from icejax.checkpoint.tensor_mapping import tensor_mappings
 from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.prefill import pool_for, prefill
 from icejax.engine.sampling import Sampling
 from icejax.engine.units.job import PrefillJob
 from icejax.engine.units.sizes import UnitSizes
+from icejax.models.registry import family
 from icejax.runtime import devices
 from tests.helpers.letters import Letters
 from tests.helpers.run import plan_for
@@ -96,14 +98,13 @@ LENGTHS, STEPS = (150, 77), 40  # of the prompts, and steps: two pages become fu
 def checkpoint(raw: dict, folder: Path) -> Path:
     """Writes a checkpoint of a config with random weights of standard deviation fan_in^-1/2, and random biases and norms."""
     (folder / "config.json").write_text(json.dumps(raw))
-    rng, tensors = np.random.default_rng(0), {}
-    for key, shape in abstract(read_config(folder), "float32")[1].items():
-        scale = shape.shape[-1] ** -0.5 if len(shape.shape) > 1 else 0.1
-        centre = 1.0 if key.endswith("norm.weight") else 0.0
-        tensor = (centre + scale * rng.standard_normal(shape.shape)).astype(np.float32)
-        parts = enumerate(tensor) if ".experts." in key else ()
-        key = key.replace("shared_expert.", "shared_experts.") if "kv_lora_rank" in raw else key  # as DeepSeek names it
-        tensors |= {key.replace("experts.", f"experts.{i}."): part for i, part in parts} or {key: tensor}
+    rng, tensors, form = np.random.default_rng(0), {}, family(raw)
+    shapes = {key: parameter.shape for key, parameter in abstract(read_config(folder), "float32")[1].items()}
+    for mapping in tensor_mappings(shapes, form).values():
+        for key in (key for key in mapping.keys if key not in tensors):
+            scale = mapping.columns**-0.5 if len(mapping.shape) > 1 else 0.1
+            centre = 1.0 if "norm" in key else 0.0
+            tensors[key] = (centre + scale * rng.standard_normal(mapping.shape)).astype(np.float32)
     save_file(tensors, folder / "model.safetensors")
     return folder
 
