@@ -98,8 +98,10 @@ def write(
     with open(part / ARRAYS, "wb") as file:
         writer = ArrayWriter(file)
         writer.write(TOKENS, np.asarray(token_ids, np.int32))
-        for name, leaf in named_arrays(replace(cache, table=None)):
-            writer.write(f"cache.{name}", array_out(leaf, plan))
+        for (name, leaf), saved in zip(
+            named_arrays(replace(cache, table=None)), jax.tree.leaves(empty_cache(plan)), strict=True
+        ):
+            writer.write(f"cache.{name}", array_out(leaf, saved))
         if pool is not None:
             for (name, count), extent in zip(saved_extents(about.pages), np.asarray(cache.table)[0], strict=False):
                 for piece, pages in pages_out(pool, extent, name, count, plan=plan):

@@ -14,6 +14,7 @@ from icejax.cache.options import make_policy
 from icejax.cache.registry import Full
 from icejax.checkpoint.load import load_model
 from icejax.engine.sampling import Sampling
+from icejax.evaluation.attention_map import Explanation
 from icejax.session.session import Session
 from icejax.session.storage import ARRAYS
 from icejax.session.text_cache import TextCache
@@ -33,6 +34,7 @@ KEPT = {
     "session-latent": (LATENT, "clustered", dict(budget=1024), 2, 4),
     "engine-clustered": (LLAMA, "clustered", dict(budget=64), 4, 2),
     "answers-renewed": (LONG, "clustered", dict(budget=64), 4),
+    "pictures": (LLAMA, "clustered", dict(budget=64), 4),
 }
 
 
@@ -50,7 +52,9 @@ def kept(name: str) -> dict:
         path = checkpoint(raw | dict(num_hidden_layers=1), Path(folder))
         models = [load_model(path, mesh=mesh) for mesh in (None, *meshes)]
         policy = None if cache is None else make_policy(cache, options)
-        return dict(session=_sessions, engine=_engines, answers=_answers)[name.partition("-")[0]](models, policy, folder)
+        return dict(session=_sessions, engine=_engines, answers=_answers, pictures=_pictures)[name.partition("-")[0]](
+            models, policy, folder
+        )
 
 
 def _sessions(models, policy, folder: str) -> dict:
@@ -76,6 +80,18 @@ def _engines(models, policy, folder: str) -> dict:
     texts = [[text for text, _ in result] for result in results]
     cached = [[count for _, count in result] for result in results]
     return dict(same_texts=all(x == texts[0] for x in texts), cached=cached)
+
+
+def _pictures(models, policy, _: str) -> dict:
+    """Compares what `--explain` shows, and what a request's answer tells of itself."""
+    prompt, options, pictures = [ord(x) - 33 for x in _words(200, seed=8)], dict(cache=policy, max_new_tokens=8), []
+    for model in models:
+        explanation = Explanation(model, prompt, policy, new_tokens=8)
+        request = icejax.Request(prompt=prompt, explain=True)
+        (answer,) = icejax.generate(model, Letters(), request, watch=explanation.watch, **options)
+        pictures += [answer.attention, explanation.picture()]
+    error = max(float(np.abs(picture.weights - pictures[0].weights).max()) for picture in pictures)
+    return dict(same_texts=error < 1e-3 < pictures[0].weights.max(), steps=[picture.steps for picture in pictures])
 
 
 def _answers(models, policy, _: str) -> dict:

@@ -27,7 +27,7 @@ from icejax.engine.serving.prefix_folder import PrefixFolder, StoredPrefix
 from icejax.engine.serving.prefixes import BLOCK, Entry, Prefixes, chain
 from icejax.engine.serving.route import Route, pieces
 from icejax.engine.serving.scheduler import Ticket
-from icejax.engine.snapshot.row_arrays import array_out
+from icejax.engine.snapshot.row_arrays import array_out, empty_cache
 
 LOG = logging.getLogger(__name__)
 POOL_SHARE = 0.75  # of the bytes for prefixes that go to the pool; digests and dense layers take the rest
@@ -118,7 +118,9 @@ class PrefixCache:
             logits: f32[1, V], behind the last of these tokens.
             layers: the cropped arrays of the row's layers; None: they are copied from the device.
         """
-        cache = jax.tree.map(lambda x: crop(array_out(x, self._plan)), row.cache.layers) if layers is None else layers
+        cache = layers
+        if layers is None:
+            cache = jax.tree.map(lambda *x: crop(array_out(*x)), row.cache.layers, empty_cache(self._plan).layers)
         nbytes = sum(x.nbytes for x in jax.tree.leaves(cache) if isinstance(x, np.ndarray))
         if nbytes > self.prefixes.most_bytes:
             LOG.info("a prefix of %d tokens is not stored: its arrays take %d bytes", count, nbytes)

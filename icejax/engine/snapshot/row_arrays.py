@@ -64,9 +64,9 @@ def _named(name: str, arrays: Any) -> list[tuple[str, Any]]:
     return list(zip((name, f"{name}.codes"), jax.tree.leaves(arrays), strict=False))
 
 
-def array_out(x: jax.Array, plan: Plan) -> np.ndarray:
-    """Returns an array of a row's cache as it is saved."""
-    return np.asarray(x.addressable_data(0) if plan.spec.latent and plan.mesh is not None else x)
+def array_out(x: jax.Array, saved: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Returns an array of a row's cache as it is saved: of the copies of a latent one, the first."""
+    return np.asarray(x)[(*map(slice, saved.shape), ...)]
 
 
 def arrays_in(arrays: Any, plan: Plan, cuts: Any) -> Any:
@@ -80,7 +80,7 @@ def arrays_in(arrays: Any, plan: Plan, cuts: Any) -> Any:
 def pages_out(pool: Pool, extent: int | np.integer, name: str, count: int, *, plan: Plan) -> Iterator[tuple[str, np.ndarray]]:
     """Yields name and bits of each array with the first `count` pages of an extent that is saved as `name`."""
     for part, bits in _named(name, host_pool.read_extent(pool, jnp.int32(extent), mesh=plan.mesh)):
-        yield part, array_out(bits, plan)[:, :count]
+        yield part, np.asarray(bits)[:, :count, : saved_spec(plan.spec, plan.mesh).num_kv_heads]
 
 
 def pages_in(pool: Pool, extent: int | np.integer, name: str, read: Callable[[str], np.ndarray], *, plan: Plan) -> Pool:
