@@ -10,6 +10,12 @@ OPTIONS: dict[str, dict[str, str | bool]] = {
         # by default the graph is one chain of kernels.
         "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
     },
-    # From JAX 0.11.1 on XLA:TPU gathers by SparseCore, up to 57% slower for a decode step's gathers (sglang-jax, issue 1613).
-    "tpu": {"xla_tpu_offload_gather_to_sparsecore": "false"} if jax.__version_info__ >= (0, 11, 1) else {},
+    "tpu": {
+        # Keys and values of few heads fit the memory near the cores. XLA:TPU would copy all of them there to append a token, and
+        # back, which moves twice the bytes that attention reads; weights, which it copies one way, have a ratio of 1.
+        "xla_tpu_msa_inefficient_use_to_copy_ratio": "0.75",
+    },
 }
+if jax.__version_info__ >= (0, 11, 1):
+    # XLA:TPU gathers by SparseCore, up to 57% slower for a decode step's gathers (sglang-jax, issue 1613).
+    OPTIONS["tpu"]["xla_tpu_offload_gather_to_sparsecore"] = "false"
