@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,7 @@ def parser(name: str) -> Parser:
     tasks.add_argument("--batch-size", type=int, default=4, metavar="N", help="rows that run together (default: %(default)s)")
     output_help = "where scores, samples, answers and the report are written; a run there goes on (default: evaluation)"
     tasks.add_argument("-o", "--output", type=Path, default=Path("evaluation"), metavar="DIR", help=output_help)
+    options.add_ray(tasks)
     options.add_quiet(parser)
     options.add_model(parser)
     options.add_cache(parser)
@@ -92,6 +95,8 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
     for flag, folder in (("--data", arguments.data), ("--include-path", arguments.include_path)):
         if folder is not None and not folder.is_dir():
             raise InputError(f"{flag} must be a folder, got {folder}")
+    options.check_ray(arguments)
+    options.make_absolute(arguments)
     policy, other = options.policy(arguments), None if arguments.against is None else make_policy(arguments.against, {})
     if other is not None and other == policy:
         raise InputError(f"--against {arguments.against} is the cache that is scored: name another one")
@@ -118,6 +123,15 @@ def _report(arguments: argparse.Namespace, folders: list[Path]) -> None:
         write(f"{arguments.output / 'report.html'}\n")
 
 
+def _stream(arguments: argparse.Namespace) -> Callable[..., Any] | None:
+    """Returns what answers requests on the cluster of --ray; None without it."""
+    if arguments.ray is None:
+        return None
+    from icejax.ray import jobs  # imports what the extra has
+
+    return partial(jobs.responses, arguments)
+
+
 def _score(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any, policy: CachePolicy) -> Path:
     """Scores a cache; returns its folder of the output, which has the scores."""
     from icejax.evaluation.harness import HarnessModel
@@ -136,6 +150,7 @@ def _score(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any, polic
         cache=policy,
         host_memory_limit=options.memory_limits(arguments)["host_memory_limit"],
         answers=answers,
+        stream=_stream(arguments),
         **sizes,
     )
     scores = evaluate(

@@ -51,8 +51,9 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     integer("--batch-size", arguments.batch_size, most=2**63)
     if arguments.output is not None:
         return many.run(arguments, console)
-    if arguments.shard is not None:
-        raise InputError("--shard needs --output: the answers of a share go into a file of their own")
+    for flag in ("shard", "ray", "ray_workers"):
+        if getattr(arguments, flag) is not None:
+            raise InputError(f"--{flag.replace('_', '-')} needs --output: the answers go into a file, a line each")
     if arguments.logprobs is not None and not arguments.json:
         raise InputError("--logprobs needs --json: a text has no place for them")
     limits = options.memory_limits(arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import logging
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from icejax.cache.options import cache_options, make_policy, option_texts
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import POLICIES, PRESETS, name_of, names
 from icejax.checks.errors import InputError, printable, quoted, suggestion
-from icejax.checks.numbers import number
+from icejax.checks.numbers import integer, number
 from icejax.commands.terminal.process import write
 from icejax.engine.request import AnswerOptions
 from icejax.engine.sampling import Sampling
@@ -71,6 +72,7 @@ def parser(name: str) -> Parser:
     prompts.add_argument("-o", "--output", type=Path, metavar="FILE", help=output_help)
     shard_help = "with --output: answer only every N-th line, from the I-th (from 0), for job arrays"
     prompts.add_argument("--shard", metavar="I/N", help=shard_help)
+    add_ray(prompts)
     add_model(parser)
     _add_answer(parser)
     add_cache(parser)
@@ -99,6 +101,32 @@ def chat_parser(name: str) -> Parser:
 def add_quiet(group: argparse._ActionsContainer) -> None:
     """Adds the option that silences progress and costs."""
     group.add_argument("--quiet", action="store_true", help="show neither progress nor a table of the cost")
+
+
+def add_ray(group: argparse._ActionsContainer) -> None:
+    """Adds the options of a cluster."""
+    address_help = "spread the work over a Ray cluster: HOST:PORT, auto (the one of this machine), or local (a new one)"
+    group.add_argument("--ray", metavar="ADDRESS", help=address_help)
+    workers_help = "models on the cluster (default: one per GPU or TPU chip; without any, one per machine)"
+    group.add_argument("--ray-workers", type=int, metavar="N", help=workers_help)
+
+
+def check_ray(arguments: argparse.Namespace) -> None:
+    """Raises InputError if the options of a cluster are out of range, or the package is missing."""
+    if arguments.ray_workers is not None:
+        integer("--ray-workers", arguments.ray_workers, most=2**20)
+        if arguments.ray is None:
+            raise InputError("--ray-workers needs --ray ADDRESS")
+    if arguments.ray is not None and importlib.util.find_spec("ray") is None:
+        raise InputError("--ray needs ray: pip install 'icejax[ray]'")
+
+
+def make_absolute(arguments: argparse.Namespace) -> None:
+    """Makes the paths of the model and its template absolute: processes on other machines have other working directories."""
+    if arguments.chat_template is not None:
+        arguments.chat_template = arguments.chat_template.absolute()
+    if arguments.model is not None and Path(arguments.model).expanduser().exists():
+        arguments.model = str(Path(arguments.model).expanduser().absolute())
 
 
 def add_weights(parser: Parser) -> argparse._ArgumentGroup:

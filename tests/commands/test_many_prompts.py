@@ -121,7 +121,9 @@ def test_a_file_that_changes_under_a_run_is_told(files):
 
 
 REFUSED = {
-    "--shard needs --output: the answers of a share go into a file of their own": ["-p", "a", "--shard", "0/2"],
+    "--shard needs --output: the answers go into a file, a line each": ["-p", "a", "--shard", "0/2"],
+    "--ray needs --output: the answers go into a file, a line each": ["-p", "a", "--ray", "auto"],
+    "--ray-workers needs --ray ADDRESS": ["-f", "a.jsonl", "-o", "b", "--ray-workers", "2"],
     "--output has an answer for each line of a .jsonl file: give one as --prompt-file, and no prompt": ["-p", "a", "-o", "b"],
     "--output is a file of JSON lines for prompts that are independent: leave --session out": ["-f", "a.jsonl", "-o", "b", "--session", "s"],
     "--shard must be I/N, such as 0/4, got '1'": ["-f", "a.jsonl", "-o", "b", "--shard", "1"],

@@ -44,11 +44,14 @@ def check(arguments: argparse.Namespace) -> None:
         if getattr(arguments, flag):
             raise InputError(f"--output is a file of JSON lines for prompts that are independent: leave --{flag} out")
     shard(arguments.shard)
+    options.check_ray(arguments)
 
 
 def run(arguments: argparse.Namespace, console: Console) -> None:
     """Answers the lines that have no answer yet; raises InputError for bad input, before anything is loaded."""
     check(arguments)
+    options.make_absolute(arguments)
+    arguments.prompt_file = arguments.prompt_file.absolute()
     index, count = shard(arguments.shard)
     found = lines.read(arguments)
     kinds = list(found.kinds.values())
@@ -72,6 +75,11 @@ def _answers(
     arguments: argparse.Namespace, waiting: Sequence[Line], console: Console, phases: Phases
 ) -> Iterator[tuple[Line, dict[str, Any]]]:
     if not waiting:
+        return
+    if arguments.ray is not None:
+        from icejax.ray import jobs  # imports what the extra has
+
+        yield from jobs.answers(arguments, waiting)
         return
     answerer, size = Answerer(arguments, console), TOGETHER * arguments.batch_size
     for start in range(0, len(waiting), size):
