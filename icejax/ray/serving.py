@@ -72,7 +72,8 @@ def server(options: dict[str, Any]) -> Application:
         ray_actor_options={"num_gpus": gpus},
         graceful_shutdown_timeout_s=arguments.drain_seconds,
     )
-    return serve.deployment(serve.ingress()(Front)).options(max_ongoing_requests=2**16).bind(models.bind(line))
+    front = serve.deployment(serve.ingress()(Front)).options(max_ongoing_requests=2**16, ray_actor_options={"num_cpus": 0})
+    return front.bind(models.bind(line))
 
 
 class Replica:
