@@ -19,6 +19,7 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
+from icejax.commands import evaluate, generate
 from icejax.ray import router, serving
 
 pytestmark = pytest.mark.slow
@@ -83,6 +84,39 @@ def test_a_worker_that_is_killed_costs_no_line_and_none_comes_twice(cluster, tmp
     assert sorted(line["line"] for line in found) == list(range(1, LINES + 1))
     expected = icejax.generate(*bundled, texts, cache=Full(), batch_size=1, max_new_tokens=TOKENS)
     assert {line["id"]: line["token_ids"] for line in found} == {i: list(r.token_ids) for i, r in enumerate(expected)}
+
+
+@pytest.fixture
+def tasks(tmp_path, monkeypatch):
+    """A folder with a task of two samples, of which the bundled model answers one."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    key = "Pass key tb:94864.\nPass key tb:"
+    (tmp_path / "keys.jsonl").write_text("".join(json.dumps(dict(text=key, answer=a)) + "\n" for a in ("94864.", "1")))
+    task = dict(task="keys", dataset_path="json", output_type="generate_until", test_split="test")
+    task |= dict(dataset_kwargs=dict(data_files=dict(test=str(tmp_path / "keys.jsonl"))), doc_to_text="{{text}}")
+    task |= dict(doc_to_target="{{answer}}", generation_kwargs=dict(until=["\n"], max_gen_toks=8))
+    (tmp_path / "keys.yaml").write_text(json.dumps(task | dict(metric_list=[dict(metric="exact_match")])))
+    return tmp_path
+
+
+def test_an_evaluation_has_its_answers_from_the_cluster(cluster, tasks, monkeypatch):
+    pytest.importorskip("lm_eval")
+    from icejax.evaluation import harness
+
+    monkeypatch.setattr(harness, "stream_generate", None)  # a call would fail
+    line = ["--tasks", "keys", "--include-path", str(tasks), "-o", str(tasks / "scores"), "--cache", "full", "--ray"]
+    line += [cluster.address, "--ray-workers", "1", "--context-length", "256", "--compile-cache", "none", "--quiet"]
+    assert evaluate.main(line, name="icejax evaluate") == 0
+    scores = json.loads((tasks / "scores" / "full" / "results.json").read_text())
+    assert scores["results"]["keys"]["exact_match,none"] == 0.5
+
+
+def test_what_a_worker_refuses_is_told_in_one_line(cluster, tmp_path, capsys):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "too long for four tokens"}\n')
+    line = ["-f", str(tmp_path / "prompts.jsonl"), "-o", str(tmp_path / "answers.jsonl"), "-c", "4", "--ray", cluster.address]
+    assert generate.main([*line, "--compile-cache", "none"], name="icejax generate") == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("icejax generate: error: prompt 1 has 24 tokens") and not (tmp_path / "answers.jsonl").read_text()
 
 
 REPLICAS = ["first", "second", "third"]

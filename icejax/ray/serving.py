@@ -132,7 +132,10 @@ class Front:
         self._replicas = replicas.options(stream=True)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return self._answer
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:  # uvicorn takes a method for ASGI 2
+            await self._answer(scope, receive, send)
+
+        return app
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -120,11 +120,33 @@ def test_a_file_that_changes_under_a_run_is_told(files):
         list(run.lines.prompts(arguments, found))
 
 
+def test_parquet_files_are_read_and_written(capsys, tmp_path, asked):
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow"), pytest.importorskip("pyarrow")
+    prompts, answers = tmp_path / "prompts.parquet", tmp_path / "answers.parquet"
+    chat = [{"role": "user", "content": "Hi", "name": None}]
+    table = [*PROMPTS[:2], {"messages": chat, "id": "c"}, {"prompt": "last", "id": None}]
+    table = [line | ({"id": str(line["id"])} if line.get("id") else {}) for line in table]
+    message = pyarrow.struct([(name, pyarrow.string()) for name in ("role", "content", "name")])
+    columns = [("id", pyarrow.string()), ("prompt", pyarrow.string()), ("messages", pyarrow.list_(message))]
+    columns = pyarrow.schema([*columns, ("max_new_tokens", pyarrow.int64())])
+    parquet.write_table(pyarrow.Table.from_pylist(table, columns), prompts, row_group_size=3)  # the last row has its own group
+    flags = ["-f", str(prompts), "-o", str(answers), "--shard", "0/2"]
+    told = f"{answers}: 2 lines of shard 0/2 are answered, 0 of them before\n"
+    assert command(capsys, *flags) == (0, "", told)
+    found = parquet.read_table(answers).to_pylist()
+    assert [(row["line"], row["text"]) for row in found] == [(1, "import os\n"), (3, None)]
+    assert command(capsys, *flags[:4])[0] == 0 and asked == [[0, 2], [1, 3]]
+    assert [row["text"] for row in parquet.read_table(answers).to_pylist()] == ["import os\n", None, "def f(", "last"]
+    assert command(capsys, *flags[:4], "--quiet")[0] == 0 and len(asked) == 2
+    prompts.write_text("no table")
+    assert f"error: {prompts} cannot be read as a Parquet file: " in command(capsys, *flags)[2]
+
+
 REFUSED = {
     "--shard needs --output: the answers go into a file, a line each": ["-p", "a", "--shard", "0/2"],
     "--ray needs --output: the answers go into a file, a line each": ["-p", "a", "--ray", "auto"],
     "--ray-workers needs --ray ADDRESS": ["-f", "a.jsonl", "-o", "b", "--ray-workers", "2"],
-    "--output has an answer for each line of a .jsonl file: give one as --prompt-file, and no prompt": ["-p", "a", "-o", "b"],
+    "--output has an answer for each line of a .jsonl or .parquet file: give one as --prompt-file, and no prompt": ["-p", "a", "-o", "b"],
     "--output is a file of JSON lines for prompts that are independent: leave --session out": ["-f", "a.jsonl", "-o", "b", "--session", "s"],
     "--shard must be I/N, such as 0/4, got '1'": ["-f", "a.jsonl", "-o", "b", "--shard", "1"],
     "I of --shard I/N must be at most 1, got 2": ["-f", "a.jsonl", "-o", "b", "--shard", "2/2"],

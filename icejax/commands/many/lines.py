@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class Line:
     Attributes:
         number: of the line, from 1.
         index: of the prompt among those of the file, from 0; without a seed of its own its draws depend on it.
-        start: its first byte.
+        start: its first byte; in a Parquet file, the number of rows before it.
         key: SHA-256 of the line, its number and the options of the run, of which an answer is the answer.
     """
 
@@ -78,7 +79,13 @@ def key(options_text: str, number: int, text: str) -> str:
 def read(arguments: argparse.Namespace) -> Lines:
     """Returns the lines of --prompt-file, each of which has been checked; InputError if one is no prompt, or none is there."""
     path, lines, options_text = arguments.prompt_file, Lines(), identity(arguments)
-    for number, start, text in numbered_lines(path, context_length=context_length(arguments)):
+    if _is_parquet(path):
+        from icejax.commands.many.parquet import rows  # it imports pyarrow
+
+        found = rows(path)
+    else:
+        found = numbered_lines(path, context_length=context_length(arguments))
+    for number, start, text in found:
         prompt = prompt_line(f"{path}, line {number}", text)
         kind = prompt.messages is None, bool(prompt.tools), bool(prompt.chat_template_kwargs), str(prompt.sampling)
         lines.kinds.setdefault(kind, prompt)
@@ -91,8 +98,18 @@ def read(arguments: argparse.Namespace) -> Lines:
 def prompts(arguments: argparse.Namespace, lines: Sequence[Line]) -> Iterator[PromptLine]:
     """Yields the prompts of some lines, read again; InputError if the file is no longer the one that was read at first."""
     path, options_text = Path(arguments.prompt_file), identity(arguments)
+    if _is_parquet(path):
+        from icejax.commands.many.parquet import Rows
+
+        read_at = Rows(path).text_at
+    else:
+        read_at = partial(text_at, path, context_length=arguments.context_length or POSITIONS)
     for line in lines:
-        text = text_at(path, line.start, context_length=arguments.context_length or POSITIONS)
+        text = read_at(line.start)
         if key(options_text, line.number, text) != line.key:
             raise InputError(f"{path} has changed since the run began, in line {line.number}: begin the run again")
         yield prompt_line(f"{path}, line {line.number}", text)
+
+
+def _is_parquet(path: Path) -> bool:
+    return path.suffix == ".parquet"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -36,10 +37,15 @@ def shard(text: str | None) -> tuple[int, int]:
 
 def check(arguments: argparse.Namespace) -> None:
     """Raises InputError if an option does not go with --output."""
-    if arguments.prompt_file is None or arguments.prompt_file.suffix != ".jsonl" or arguments.text or arguments.prompt:
-        raise InputError("--output has an answer for each line of a .jsonl file: give one as --prompt-file, and no prompt")
-    if arguments.prompt_file.exists() and not arguments.prompt_file.is_file():
-        raise InputError(f"--output reads lines a second time, and {arguments.prompt_file} is no file: give a file")
+    path = arguments.prompt_file
+    if path is None or path.suffix not in (".jsonl", ".parquet") or arguments.text or arguments.prompt:
+        raise InputError(
+            "--output has an answer for each line of a .jsonl or .parquet file: give one as --prompt-file, and no prompt"
+        )
+    if ".parquet" in (path.suffix, arguments.output.suffix) and importlib.util.find_spec("pyarrow") is None:
+        raise InputError("a .parquet file needs pyarrow: pip install 'icejax[ray]', or give .jsonl files")
+    if path.exists() and not path.is_file():
+        raise InputError(f"--output reads lines a second time, and {path} is no file: give a file")
     for flag in ("session", "explain", "json"):
         if getattr(arguments, flag):
             raise InputError(f"--output is a file of JSON lines for prompts that are independent: leave --{flag} out")
@@ -57,7 +63,9 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     kinds = list(found.kinds.values())
     check_template_use(kinds, arguments)
     options.tell_greedy(arguments, [prompt.options(options.answer(arguments)).sampling for prompt in kinds])
-    with opened(arguments.output) as output:
+    as_table = arguments.output.suffix == ".parquet"
+    growing = arguments.output.with_name(f"{arguments.output.name}.jsonl") if as_table else arguments.output
+    with opened(growing) as output:
         output.check(found.all)
         own = [line for line in found.all if line.index % count == index]
         waiting = [line for line in own if line.key not in output.keys]
@@ -65,6 +73,10 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
             for done, (line, fields) in enumerate(_answers(arguments, waiting, console, phases), start=1):
                 output.add(line, fields)
                 phases("lines", done, len(waiting))
+        if as_table and (waiting or not arguments.output.exists()):
+            from icejax.commands.many import parquet  # it imports pyarrow
+
+            parquet.write(growing, arguments.output)
     if not arguments.quiet:
         part = "" if count == 1 else f" of shard {index}/{count}"
         told = f"{arguments.output}: {len(own)} lines{part} are answered, {len(own) - len(waiting)} of them before"
