@@ -13,6 +13,8 @@ import json
 import logging
 import math
 import pickle
+import re
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -139,11 +141,13 @@ def _cluster(address: str) -> Iterator[None]:
     """Connects to a cluster while the block runs; `local` starts one on this machine."""
     if sys.modules.get("torch", ray) is None:  # Ray reads its attributes
         del sys.modules["torch"]
+    on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # some are plain ones
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"no Ray cluster can be had at --ray {address}: {reason}") from None
+    signal.signal(signal.SIGTERM, on_terminate)  # Ray has set its own
     try:
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = context.print_on_execution_start = False
@@ -155,7 +159,7 @@ def _cluster(address: str) -> Iterator[None]:
 
 def _share(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns what an actor takes of the cluster: a device, or as many as --mesh names; a core where it has no devices."""
-    devices = 1 if arguments.mesh is None else math.prod(int(part.partition("=")[2]) for part in str(arguments.mesh).split(","))
+    devices = math.prod(map(int, re.findall(r"=(\d{1,4})\b", arguments.mesh or "")))  # an actor checks --mesh
     resources = ray.cluster_resources()
     if resources.get("GPU"):
         return dict(num_gpus=devices)
