@@ -12,6 +12,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import pickle
 import re
 import signal
@@ -127,7 +128,6 @@ def spread(kind: type[Worker], rows: Sequence[Any], arguments: argparse.Namespac
             batch_size=size,
             batch_format="numpy",
             compute=ray.data.ActorPoolStrategy(size=count, max_tasks_in_flight_per_actor=1),
-            scheduling_strategy="SPREAD",
             **share,
         )
         for found in done.iter_rows():
@@ -141,6 +141,7 @@ def _cluster(address: str) -> Iterator[None]:
     """Connects to a cluster while the block runs; `local` starts one on this machine."""
     if sys.modules.get("torch", ray) is None:  # Ray reads its attributes
         del sys.modules["torch"]
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # else Ray writes between the lines of the command
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
@@ -170,12 +171,10 @@ def _workers(arguments: argparse.Namespace, share: dict[str, Any]) -> int:
     """Returns how many actors have room: by devices, or one on each machine."""
     if arguments.ray_workers is not None:
         return arguments.ray_workers
-    resources = ray.cluster_resources()
-    name, count = ("GPU", share["num_gpus"]) if "num_gpus" in share else ("TPU", share.get("resources", {}).get("TPU"))
-    if count is None:
-        return sum(node["Alive"] and node["Resources"].get("CPU", 0) >= 1 for node in ray.nodes())
-    if resources[name] < count:
-        raise InputError(
-            f"the cluster has {resources[name]:g} {name}s and a model needs {count}: add machines, or lower --mesh"
-        )
-    return int(resources[name] // count)
+    has, needs = ray.cluster_resources(), {"GPU": share.get("num_gpus", 0)} | share.get("resources", {})
+    for name, count in needs.items():
+        if count > has.get(name, 0):
+            raise InputError(f"the cluster has {has[name]:g} {name}s and a model needs {count}: add machines, or lower --mesh")
+        if count:
+            return int(has[name] // count)
+    return max(1, sum(node["Alive"] and node["Resources"].get("CPU", 0) >= 1 for node in ray.nodes()))
