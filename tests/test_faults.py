@@ -27,6 +27,12 @@ IMPORTED = [
 PLAIN = ["--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:anyio", "--hypothesis-profile=planted"]
 # Module, text that occurs once, the fault in its place, the test that is to notice.
 FAULTS = (
+    ("files/whole_lines.py", "if line.endswith(b\"\\n\") else 0", "", "commands/test_many_prompts.py::test_shares_are_the_whole_and_a_run_goes_on"),
+    ("commands/many/run.py", "if line.index % count == index", "if line.number % count == index", "commands/test_many_prompts.py::test_shares_are_the_whole_and_a_run_goes_on"),
+    ("commands/many/run.py", "if line.key not in output.keys", "", "commands/test_many_prompts.py::test_shares_are_the_whole_and_a_run_goes_on"),
+    ("commands/many/lines.py", "if key(options_text, line.number, text) != line.key", "if False", "commands/test_many_prompts.py::test_a_file_that_changes_under_a_run_is_told"),
+    ("commands/many/lines.py", "| options.sampling(arguments)", "", "commands/test_many_prompts.py::test_what_is_not_theirs_is_refused_and_stays"),
+    ("commands/many/parquet.py", "slice(place - first, 1)", "slice(place, 1)", "commands/test_many_prompts.py::test_parquet_files_are_read_and_written"),
     ("models/sharding.py", 'module in BY_OUTPUT or name == "sinks"', "module in BY_OUTPUT", "engine/test_several_devices.py::test_weights_are_cut_by_heads_and_inner_channels"),
     ("models/sharding.py", "all(size % count == 0 for size in sizes)", "any(size % count == 0 for size in sizes)", "engine/test_several_devices.py::test_numbers_that_do_not_divide_are_refused_by_name"),
     ("models/sharding.py", "weight.scale.shape[columns] > 1", "weight.scale.shape[columns] > 9", "engine/test_several_devices.py::test_codes_are_cut_with_their_scales"),

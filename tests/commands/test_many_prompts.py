@@ -86,7 +86,7 @@ def test_what_is_not_theirs_is_refused_and_stays(capsys, files, asked):
         f"{answers} has 1 answers to other lines, or with another model, cache or options: give another --output, "
         "or the prompt file and options of then"
     )
-    assert command(capsys, *flags, "--seed", "1") == (2, "", f"icejax.generate: error: {other}\n")
+    assert command(capsys, *flags, "--temperature", "0.5") == (2, "", f"icejax.generate: error: {other}\n")
     prompts.write_text(prompts.read_text().replace("x = 1", "x = 2"))
     assert command(capsys, *flags) == (2, "", f"icejax.generate: error: {other}\n")
     with output.opened(answers):
