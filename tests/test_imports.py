@@ -20,7 +20,7 @@ LEVELS = (
     ("engine",),
     ("api",),
     ("session", "evaluation", "serving"),
-    ("commands",),
+    ("commands", "ray"),
     ("generate", "doctor", "__init__", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

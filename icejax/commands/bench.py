@@ -20,6 +20,7 @@ from icejax.checks.errors import InputError
 from icejax.checks.numbers import POSITIONS, integer, integers
 from icejax.commands import options
 from icejax.commands.loading import load, model_name, tell_cache
+from icejax.commands.options import Parser
 from icejax.commands.terminal.phases import Phases
 from icejax.commands.terminal.process import ending, write
 from icejax.evaluation.speed import Speed, SpeedTest, measure
@@ -37,8 +38,26 @@ def main(argv: list[str] | None = None, *, name: str = "icejax bench") -> int:
     return ending(name, lambda: _parse_and_run(argv, name))
 
 
+def parser(name: str) -> Parser:
+    """Returns the parser of `bench`; its flags are llama-bench's, where that has them."""
+    parser = Parser(prog=name, description="Time prompts and answers on a model, as llama.cpp's llama-bench does.")
+    tests = parser.add_argument_group("tests")
+    listed = "tokens, comma-separated (default: %(default)s)"
+    tests.add_argument("-p", "--prompt-tokens", "--n-prompt", default="512", metavar="N", help=f"of the prompts: {listed}")
+    tests.add_argument("-n", "--new-tokens", "--n-gen", default="128", metavar="N", help=f"of the answers: {listed}")
+    tests.add_argument("-d", "--depth", "--n-depth", default="0", metavar="N", help=f"in the cache before either: {listed}")
+    repetitions = "of each test, besides one that is not timed (default: %(default)s)"
+    tests.add_argument("-r", "--repetitions", type=int, default=5, metavar="N", help=repetitions)
+    tests.add_argument("--json", action="store_true", help="print one JSON object per test")
+    options.add_quiet(tests)
+    options.add_weights(parser)
+    options.add_cache(parser, has_context=False)
+    parser.set_defaults(chat_template=None)
+    return parser
+
+
 def _parse_and_run(argv: list[str] | None, name: str) -> None:
-    arguments = options.bench_parser(name).parse_args(argv)
+    arguments = parser(name).parse_args(argv)
     with report_out_of_memory("use a smaller --depth, or a 16-bit --dtype", None):
         run(arguments, Console(stderr=True))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from icejax.checks.errors import InputError
 from icejax.checks.numbers import POSITIONS, integer, integers
 from icejax.commands import options
 from icejax.commands.loading import load, model_name, tell_cache
+from icejax.commands.options import Parser
 from icejax.commands.terminal.process import ending, write
 from icejax.engine.snapshot.fingerprint import fingerprint, weights_sum
 from icejax.evaluation.answers import Answers
@@ -36,8 +39,37 @@ def main(argv: list[str] | None = None, *, name: str) -> int:
     return ending(name, lambda: _parse_and_run(argv, name))
 
 
+def parser(name: str) -> Parser:
+    """Returns the parser of `evaluate`; names are those of lm-evaluation-harness."""
+    parser = Parser(prog=name, description="Score a model with a cache on tasks of lm-evaluation-harness.")
+    tasks = parser.add_argument_group("tasks")
+    tasks.add_argument("-t", "--tasks", metavar="NAMES", help="comma-separated, such as gsm8k,hellaswag")
+    compare_help = "run nothing: report on finished runs in these folders, or in the folders inside them"
+    tasks.add_argument("--compare", type=Path, nargs="+", metavar="DIR", help=compare_help)
+    tasks.add_argument("--data", type=Path, metavar="DIR", help="read tasks from files in DIR, where icejax knows their names")
+    lengths_help = "tokens of generated samples, comma-separated (default: the task's)"
+    tasks.add_argument("--lengths", metavar="N,...", help=lengths_help)
+    tasks.add_argument("--text", type=Path, metavar="FILE", help="the text that the task perplexity scores")
+    tasks.add_argument("--include-path", type=Path, metavar="DIR", help="a folder with task files (YAML) of your own")
+    tasks.add_argument("-L", "--limit", type=int, metavar="N", help="samples of each task (default: all)")
+    tasks.add_argument("-k", "--num-fewshot", "--num_fewshot", type=int, metavar="K", help="examples (default: the task's)")
+    gen_help = "options of the answers over the task's, as in max_gen_toks=64,temperature=0.5"
+    tasks.add_argument("--gen-kwargs", "--gen_kwargs", metavar="KEY=VALUE,...", help=gen_help)
+    tasks.add_argument("--chat", "--apply_chat_template", action="store_true", help="put prompts into the chat template")
+    tasks.add_argument("--system", "--system_instruction", metavar="TEXT", help="system message, with --chat")
+    tasks.add_argument("--against", metavar="CACHE", help="score this cache too, and the difference sample by sample")
+    tasks.add_argument("--batch-size", type=int, default=4, metavar="N", help="rows that run together (default: %(default)s)")
+    output_help = "where scores, samples, answers and the report are written; a run there goes on (default: evaluation)"
+    tasks.add_argument("-o", "--output", type=Path, default=Path("evaluation"), metavar="DIR", help=output_help)
+    options.add_ray(tasks)
+    options.add_quiet(parser)
+    options.add_model(parser)
+    options.add_cache(parser)
+    return parser
+
+
 def _parse_and_run(argv: list[str] | None, name: str) -> None:
-    arguments = options.evaluate_parser(name).parse_args(argv)
+    arguments = parser(name).parse_args(argv)
     for package, use in PACKAGES.items():
         if importlib.util.find_spec(package) is None:
             raise InputError(f"{use}, which is not installed: pip install 'icejax[evaluate]'")
@@ -63,6 +95,8 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
     for flag, folder in (("--data", arguments.data), ("--include-path", arguments.include_path)):
         if folder is not None and not folder.is_dir():
             raise InputError(f"{flag} must be a folder, got {folder}")
+    options.check_ray(arguments)
+    options.make_absolute(arguments)
     policy, other = options.policy(arguments), None if arguments.against is None else make_policy(arguments.against, {})
     if other is not None and other == policy:
         raise InputError(f"--against {arguments.against} is the cache that is scored: name another one")
@@ -89,6 +123,15 @@ def _report(arguments: argparse.Namespace, folders: list[Path]) -> None:
         write(f"{arguments.output / 'report.html'}\n")
 
 
+def _stream(arguments: argparse.Namespace) -> Callable[..., Any] | None:
+    """Returns what answers requests on the cluster of --ray; None without it."""
+    if arguments.ray is None:
+        return None
+    from icejax.ray import jobs  # imports what the extra has
+
+    return partial(jobs.responses, arguments)
+
+
 def _score(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any, policy: CachePolicy) -> Path:
     """Scores a cache; returns its folder of the output, which has the scores."""
     from icejax.evaluation.harness import HarnessModel
@@ -107,6 +150,7 @@ def _score(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any, polic
         cache=policy,
         host_memory_limit=options.memory_limits(arguments)["host_memory_limit"],
         answers=answers,
+        stream=_stream(arguments),
         **sizes,
     )
     scores = evaluate(

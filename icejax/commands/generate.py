@@ -16,6 +16,7 @@ from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
 from icejax.commands import options
 from icejax.commands.loading import load, resume_or_start, tell_cache, with_model_sampling
+from icejax.commands.many import run as many
 from icejax.commands.requests import PromptLine, check_template_use, read_prompts
 from icejax.commands.terminal.phases import Phases
 from icejax.commands.terminal.process import ending
@@ -47,9 +48,14 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     answer_options, policy = options.answer(arguments), options.policy(arguments)
     if arguments.system is not None and not arguments.chat:
         raise InputError("--system needs --chat: it is a message of the chat template")
+    integer("--batch-size", arguments.batch_size, most=2**63)
+    if arguments.output is not None:
+        return many.run(arguments, console)
+    for flag in ("shard", "ray", "ray_workers"):
+        if getattr(arguments, flag) is not None:
+            raise InputError(f"--{flag.replace('_', '-')} needs --output: the answers go into a file, a line each")
     if arguments.logprobs is not None and not arguments.json:
         raise InputError("--logprobs needs --json: a text has no place for them")
-    integer("--batch-size", arguments.batch_size, most=2**63)
     limits = options.memory_limits(arguments)
     if arguments.explain is not None:
         check_picture(arguments.explain)
@@ -58,10 +64,8 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     prompts = read_prompts(arguments)
     if any(line.logprobs is not None for line in prompts) and not arguments.json:
         raise InputError("'logprobs' of a .jsonl file need --json: a text has no place for them")
-    if arguments.chat_template is not None and not arguments.chat and all(line.messages is None for line in prompts):
-        raise InputError("--chat-template needs --chat, or 'messages' in a .jsonl file: no prompt is put into a template")
     template_arguments = options.template_arguments(arguments)
-    check_template_use(prompts, template_arguments, in_template=arguments.chat, in_session=arguments.session is not None)
+    check_template_use(prompts, arguments)
     answer_options = with_model_sampling(arguments, answer_options, console)
     options.tell_greedy(arguments, [line.options(answer_options).sampling for line in prompts])
     if arguments.session is not None:

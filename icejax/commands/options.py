@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import logging
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from icejax.cache.options import cache_options, make_policy, option_texts
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import POLICIES, PRESETS, name_of, names
 from icejax.checks.errors import InputError, printable, quoted, suggestion
-from icejax.checks.numbers import number
+from icejax.checks.numbers import integer, number
 from icejax.commands.terminal.process import write
 from icejax.engine.request import AnswerOptions
 from icejax.engine.sampling import Sampling
@@ -67,6 +68,11 @@ def parser(name: str) -> Parser:
     prompts.add_argument("--system", metavar="TEXT", help="system message, with --chat")
     prompts.add_argument("--session", type=Path, metavar="DIR", help="put the prompts to the session kept there, or a new one")
     prompts.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts run together (default: %(default)s)")
+    output_help = "with a .jsonl file: add an answer per line to FILE; lines that it has are not answered again"
+    prompts.add_argument("-o", "--output", type=Path, metavar="FILE", help=output_help)
+    shard_help = "with --output: answer only every N-th line, from the I-th (from 0), for job arrays"
+    prompts.add_argument("--shard", metavar="I/N", help=shard_help)
+    add_ray(prompts)
     add_model(parser)
     _add_answer(parser)
     add_cache(parser)
@@ -92,58 +98,39 @@ def chat_parser(name: str) -> Parser:
     return parser
 
 
-def evaluate_parser(name: str) -> Parser:
-    """Returns the parser of `evaluate`; names are those of lm-evaluation-harness."""
-    parser = Parser(prog=name, description="Score a model with a cache on tasks of lm-evaluation-harness.")
-    tasks = parser.add_argument_group("tasks")
-    tasks.add_argument("-t", "--tasks", metavar="NAMES", help="comma-separated, such as gsm8k,hellaswag")
-    compare_help = "run nothing: report on finished runs in these folders, or in the folders inside them"
-    tasks.add_argument("--compare", type=Path, nargs="+", metavar="DIR", help=compare_help)
-    tasks.add_argument("--data", type=Path, metavar="DIR", help="read tasks from files in DIR, where icejax knows their names")
-    lengths_help = "tokens of generated samples, comma-separated (default: the task's)"
-    tasks.add_argument("--lengths", metavar="N,...", help=lengths_help)
-    tasks.add_argument("--text", type=Path, metavar="FILE", help="the text that the task perplexity scores")
-    tasks.add_argument("--include-path", type=Path, metavar="DIR", help="a folder with task files (YAML) of your own")
-    tasks.add_argument("-L", "--limit", type=int, metavar="N", help="samples of each task (default: all)")
-    tasks.add_argument("-k", "--num-fewshot", "--num_fewshot", type=int, metavar="K", help="examples (default: the task's)")
-    gen_help = "options of the answers over the task's, as in max_gen_toks=64,temperature=0.5"
-    tasks.add_argument("--gen-kwargs", "--gen_kwargs", metavar="KEY=VALUE,...", help=gen_help)
-    tasks.add_argument("--chat", "--apply_chat_template", action="store_true", help="put prompts into the chat template")
-    tasks.add_argument("--system", "--system_instruction", metavar="TEXT", help="system message, with --chat")
-    tasks.add_argument("--against", metavar="CACHE", help="score this cache too, and the difference sample by sample")
-    tasks.add_argument("--batch-size", type=int, default=4, metavar="N", help="rows that run together (default: %(default)s)")
-    output_help = "where scores, samples, answers and the report are written; a run there goes on (default: evaluation)"
-    tasks.add_argument("-o", "--output", type=Path, default=Path("evaluation"), metavar="DIR", help=output_help)
-    add_quiet(parser)
-    add_model(parser)
-    add_cache(parser)
-    return parser
-
-
-def bench_parser(name: str) -> Parser:
-    """Returns the parser of `bench`; its flags are llama-bench's, where that has them."""
-    parser = Parser(prog=name, description="Time prompts and answers on a model, as llama.cpp's llama-bench does.")
-    tests = parser.add_argument_group("tests")
-    listed = "tokens, comma-separated (default: %(default)s)"
-    tests.add_argument("-p", "--prompt-tokens", "--n-prompt", default="512", metavar="N", help=f"of the prompts: {listed}")
-    tests.add_argument("-n", "--new-tokens", "--n-gen", default="128", metavar="N", help=f"of the answers: {listed}")
-    tests.add_argument("-d", "--depth", "--n-depth", default="0", metavar="N", help=f"in the cache before either: {listed}")
-    repetitions = "of each test, besides one that is not timed (default: %(default)s)"
-    tests.add_argument("-r", "--repetitions", type=int, default=5, metavar="N", help=repetitions)
-    tests.add_argument("--json", action="store_true", help="print one JSON object per test")
-    add_quiet(tests)
-    _add_weights(parser)
-    add_cache(parser, has_context=False)
-    parser.set_defaults(chat_template=None)
-    return parser
-
-
 def add_quiet(group: argparse._ActionsContainer) -> None:
     """Adds the option that silences progress and costs."""
     group.add_argument("--quiet", action="store_true", help="show neither progress nor a table of the cost")
 
 
-def _add_weights(parser: Parser) -> argparse._ArgumentGroup:
+def add_ray(group: argparse._ActionsContainer) -> None:
+    """Adds the options of a cluster."""
+    address_help = "spread the work over a Ray cluster: HOST:PORT, auto (the one of this machine), or local (a new one)"
+    group.add_argument("--ray", metavar="ADDRESS", help=address_help)
+    workers_help = "models on the cluster (default: one per GPU or TPU chip; without any, one per machine)"
+    group.add_argument("--ray-workers", type=int, metavar="N", help=workers_help)
+
+
+def check_ray(arguments: argparse.Namespace) -> None:
+    """Raises InputError if the options of a cluster are out of range, or the package is missing."""
+    if arguments.ray_workers is not None:
+        integer("--ray-workers", arguments.ray_workers, most=2**20)
+        if arguments.ray is None:
+            raise InputError("--ray-workers needs --ray ADDRESS")
+    if arguments.ray is not None and importlib.util.find_spec("ray") is None:
+        raise InputError("--ray needs ray: pip install 'icejax[ray]'")
+
+
+def make_absolute(arguments: argparse.Namespace) -> None:
+    """Makes the paths of the model and its template absolute: processes on other machines have other working directories."""
+    if arguments.chat_template is not None:
+        arguments.chat_template = arguments.chat_template.absolute()
+    if arguments.model is not None and Path(arguments.model).expanduser().exists():
+        arguments.model = str(Path(arguments.model).expanduser().absolute())
+
+
+def add_weights(parser: Parser) -> argparse._ArgumentGroup:
+    """Adds the options of a model's weights."""
     group = parser.add_argument_group("model")
     group.add_argument("-m", "--model", help="Hugging Face or icejax folder, GGUF file or hub id (default: the bundled model)")
     group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id (default: main)")
@@ -160,7 +147,7 @@ def _add_weights(parser: Parser) -> argparse._ArgumentGroup:
 
 def add_model(parser: Parser) -> None:
     """Adds the options of a model and its chat template."""
-    group = _add_weights(parser)
+    group = add_weights(parser)
     group.add_argument("--chat-template", type=Path, metavar="FILE", help="chat template (Jinja) in the tokenizer's place")
     template_arg_help = "variable of the chat template; repeatable, such as enable_thinking=false"
     group.add_argument("--template-arg", action="append", default=[], metavar="KEY=VALUE", help=template_arg_help)

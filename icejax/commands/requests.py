@@ -148,26 +148,28 @@ def read_prompts(arguments: argparse.Namespace) -> list[PromptLine]:
     length = context_length(arguments)
     if path.suffix != ".jsonl":
         return [*prompt_lines, PromptLine(prompt=read_text(path, context_length=length))]
-    prompt_lines += [_line(source, line) for source, line in read_lines(path, context_length=length)]
+    prompt_lines += [prompt_line(source, line) for source, line in read_lines(path, context_length=length)]
     if not prompt_lines:
         raise InputError(f"{path} holds no prompt: expected one JSON object with 'prompt' or 'messages' per line")
     return prompt_lines
 
 
-def check_template_use(lines: list[PromptLine], arguments: dict[str, Any], *, in_template: bool, in_session: bool) -> None:
-    """Raises InputError if tools or template arguments are given for a prompt that no template renders, or within a session."""
-    if arguments and not in_template and all(line.messages is None for line in lines):
-        raise InputError("--template-arg needs --chat, or 'messages' in a .jsonl file: no prompt is put into a template")
+def check_template_use(lines: list[PromptLine], arguments: argparse.Namespace) -> None:
+    """Raises InputError if options of a template are given for a prompt that no template renders, or within a session."""
+    if not arguments.chat and all(line.messages is None for line in lines):
+        for flag, value in (("--chat-template", arguments.chat_template), ("--template-arg", arguments.template_arg)):
+            if value:
+                raise InputError(f"{flag} needs --chat, or 'messages' in a .jsonl file: no prompt is put into a template")
     for line in lines:
         name = "tools" if line.tools else "chat_template_kwargs"
-        if getattr(line, name) and not in_template and line.messages is None:
+        if getattr(line, name) and not arguments.chat and line.messages is None:
             raise InputError(f"{name!r} of a line needs 'messages' or --chat: the prompt is not put into a template")
-        if getattr(line, name) and in_session:
+        if getattr(line, name) and arguments.session is not None:
             raise InputError(f"{name!r} of a line cannot change a session: give --template-arg when the session begins")
 
 
-def _line(source: str, line: str) -> PromptLine:
-    """Returns the prompt in a line of a .jsonl file."""
+def prompt_line(source: str, line: str) -> PromptLine:
+    """Returns the prompt in a line of a .jsonl file; InputError, which begins with `source`, if it is none."""
     fields = {name: value for name, value in json_file.parse(line, source=source).items() if value is not None}
     for name in fields:
         if name not in FIELDS:

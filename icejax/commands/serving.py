@@ -20,9 +20,42 @@ from icejax.engine.sampling import Sampling
 from icejax.models.decoder import CausalLM
 from icejax.runtime.out_of_memory import report_out_of_memory
 from icejax.runtime.progress import COMPILING
-from icejax.serving.lifecycle import EngineFailed, Server
+from icejax.serving.lifecycle import EngineFailed, Server, Start
 from icejax.serving.service import Service
 from icejax.serving.warm import warm_up
+
+
+def prepared(arguments: argparse.Namespace, console: Console) -> tuple[Service, Start]:
+    """Returns the service of the command line, and what loads its model."""
+    names, keys, host = serve.model_names(arguments), serve.keys(arguments), arguments.host
+    is_private = serve.is_loopback(host) and not keys and not arguments.no_auth
+    service = Service(
+        names=names,
+        root=str(arguments.model or names[0]),
+        keys=keys,
+        places=arguments.slots,
+        max_queue=arguments.max_queue,
+        template_arguments=options.template_arguments(arguments),
+        parse_special=arguments.parse_special,
+        hosts=tuple(dict.fromkeys(("localhost", "127.0.0.1", "::1", host))) if is_private else (),
+    )
+
+    def start() -> tuple[CausalLM, Any, Engine]:
+        model, tokenizer = load(arguments, console)
+        if arguments.sampling is not None:
+            folder = resolve(generate.ASSETS if arguments.model is None else arguments.model, revision=arguments.revision)
+            service.sampling = proposed_sampling(folder)
+            Sampling(**service.sampling)
+        cache, limits = options.policy(arguments), options.memory_limits(arguments)
+        engine = Engine(model, tokenizer, cache=cache, **limits, **serve.engine_options(arguments))
+        if engine.cache_choice is not None:
+            tell_cache(arguments, engine.cache_choice, console)
+        with Phases(console, quiet=arguments.quiet) as phases:
+            warm_up(engine, tokens=arguments.warmup, tell=lambda done, total: phases(COMPILING, done, total))
+        service.metrics.started(page_size=engine.context_length, blocks=arguments.slots, dtype=model.dtype)
+        return model, tokenizer, engine
+
+    return service, start
 
 
 def run(
@@ -41,37 +74,11 @@ def run(
     Raises:
         InputError: the address, the model or an option cannot be used.
     """
-    names, keys, host = serve.model_names(arguments), serve.keys(arguments), arguments.host
-    is_private = serve.is_loopback(host) and not keys and not arguments.no_auth
-    service = Service(
-        names=names,
-        root=str(arguments.model or names[0]),
-        keys=keys,
-        places=arguments.slots,
-        max_queue=arguments.max_queue,
-        template_arguments=options.template_arguments(arguments),
-        parse_special=arguments.parse_special,
-        hosts=tuple(dict.fromkeys(("localhost", "127.0.0.1", "::1", host))) if is_private else (),
-    )
-    server = Server(service, host=host, port=arguments.port, drain_s=arguments.drain_seconds)
-
-    def start() -> tuple[CausalLM, Any, Engine]:
-        model, tokenizer = load(arguments, console)
-        if arguments.sampling is not None:
-            folder = resolve(generate.ASSETS if arguments.model is None else arguments.model, revision=arguments.revision)
-            service.sampling = proposed_sampling(folder)
-            Sampling(**service.sampling)
-        cache, limits = options.policy(arguments), options.memory_limits(arguments)
-        engine = Engine(model, tokenizer, cache=cache, **limits, **serve.engine_options(arguments))
-        if engine.cache_choice is not None:
-            tell_cache(arguments, engine.cache_choice, console)
-        with Phases(console, quiet=arguments.quiet) as phases:
-            warm_up(engine, tokens=arguments.warmup, tell=lambda done, total: phases(COMPILING, done, total))
-        service.metrics.started(page_size=engine.context_length, blocks=arguments.slots, dtype=model.dtype)
-        return model, tokenizer, engine
+    service, start = prepared(arguments, console)
+    server = Server(service, host=arguments.host, port=arguments.port, drain_s=arguments.drain_seconds)
 
     def ready() -> None:
-        tell(f"{names[0]} is served at {serve.url(host, server.port)}/v1\n")
+        tell(f"{service.names[0]} is served at {serve.url(arguments.host, server.port)}/v1\n")
 
     with (
         report_out_of_memory("use fewer --slots, a shorter --context-length, or a 16-bit --dtype", None),

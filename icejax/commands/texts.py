@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import sys
@@ -62,21 +63,46 @@ def read_lines(path: Path, *, context_length: int) -> Iterator[tuple[str, str]]:
     Raises:
         InputError: as in `read_text`, or the lines are too many or have too many bytes together.
     """
+    with _opened(path) as file:
+        size, most = _size(file), _most_together(context_length)
+        if size > most:
+            raise _too_many(path, f"{size} bytes", most)
+        yield from _lines(path, file, context_length)
+
+
+def numbered_lines(path: Path, *, context_length: int) -> Iterator[tuple[int, int, str]]:
+    """Yields the number, from 1, the first byte and the text of each line that is not blank; one is in memory at a time.
+
+    Raises:
+        InputError: as in `read_text`.
+    """
+    with _opened(path) as file:
+        for number, start, line in _bounded_lines(path, file, context_length):
+            text = _text(str(path), line, start=start)
+            if text.strip():
+                yield number, start, text.removesuffix("\n")
+
+
+def text_at(path: Path, start: int, *, context_length: int) -> str:
+    """Returns the text of the line that begins with the byte `start`; errors are those of `numbered_lines`."""
+    with _opened(path) as file:
+        file.seek(start)
+        line = _bounded(str(path), file.readline(most_bytes(context_length) + 1).removesuffix(b"\n"), context_length)
+        return _text(str(path), line, start=start)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(path, "rb") as file:
-            size, most = _size(file), _most_together(context_length)
-            if size > most:
-                raise _too_many(path, f"{size} bytes", most)
-            yield from _lines(path, file, context_length)
+            yield file
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _lines(path: Path, file: BinaryIO, context_length: int) -> Iterator[tuple[str, str]]:
-    number, start, most = 0, 0, _most_together(context_length)
-    while line := file.readline(most_bytes(context_length) + 1):
-        number += 1
-        _bounded(f"{path}, line {number}", line.removesuffix(b"\n"), context_length)
+    most = _most_together(context_length)
+    for number, start, line in _bounded_lines(path, file, context_length):
         if number > JSONL_LINES:
             raise _too_many(path, f"more than {JSONL_LINES} lines", JSONL_LINES)
         if start + len(line) > most:
@@ -84,6 +110,14 @@ def _lines(path: Path, file: BinaryIO, context_length: int) -> Iterator[tuple[st
         text = _text(str(path), line, start=start)
         if text.strip():
             yield f"{path}, line {number}", text.removesuffix("\n")
+
+
+def _bounded_lines(path: Path, file: BinaryIO, context_length: int) -> Iterator[tuple[int, int, bytes]]:
+    number, start = 0, 0
+    while line := file.readline(most_bytes(context_length) + 1):
+        number += 1
+        _bounded(f"{path}, line {number}", line.removesuffix(b"\n"), context_length)
+        yield number, start, line
         start += len(line)
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from icejax.checks.errors import InputError
 from icejax.files import private
+from icejax.files.whole_lines import WholeLines
 
 
 class Answers:
@@ -30,36 +30,28 @@ class Answers:
         """
         self._answers: dict[str, Any] = {}
         self._measured: dict[str, dict[str, Any]] = {}
-        self._file = None
+        self._lines, self._path, self._is_begun = None, file, False
         if file is None:
             return
-        first = json.dumps(identity, sort_keys=True).encode() + b"\n"
+        self._first = json.dumps(identity, sort_keys=True).encode()
         try:
-            self._file = file.open("r+b") if file.exists() else private.new_file(file)
-            size = self._read(file, first) if self._file.readable() else 0
-            self._file.truncate(size)
-            self._file.seek(size)
-            self._file.write(b"" if size else first)
-            self._file.flush()
+            self._lines = WholeLines(file.open("r+b") if file.exists() else private.new_file(file), self._take)
+            if not self._lines.size:
+                self._lines.add(self._first)
         except OSError as error:
             raise InputError(f"{file} cannot be used: {error.strerror}") from None
 
-    def _read(self, file: Path, first: bytes) -> int:
-        """Takes the answers of the file; returns the bytes of its whole lines."""
-        size = 0
-        for line in self._file:
-            if size == 0 and not first.startswith(line):
-                raise InputError(f"{file} has answers of another model, cache or context length: give another --output")
-            if not line.endswith(b"\n"):
-                break
+    def _take(self, line: bytes) -> None:
+        """Takes an answer of the file, or its first line."""
+        if not self._is_begun and not (self._first + b"\n").startswith(line):
+            raise InputError(f"{self._path} has answers of another model, cache or context length: give another --output")
+        if line.endswith(b"\n") and self._is_begun:
             try:
-                if size:
-                    answer = json.loads(line)
-                    self._keep(answer["request"], answer["answer"], answer["measured"])
+                answer = json.loads(line)
+                self._keep(answer["request"], answer["answer"], answer["measured"])
             except (ValueError, KeyError, TypeError, RecursionError):
-                raise InputError(f"{file} is no file of answers: give another --output, or remove it") from None
-            size += len(line)
-        return size
+                raise InputError(f"{self._path} is no file of answers: give another --output, or remove it") from None
+        self._is_begun = True
 
     @staticmethod
     def key(request: Any) -> str:
@@ -82,7 +74,5 @@ class Answers:
     def add(self, key: str, answer: Any, measured: dict[str, Any]) -> None:
         """Takes an answer and its cost, and writes both to the file at once."""
         self._keep(key, answer, measured)
-        if self._file is not None:
-            self._file.write(json.dumps(dict(request=key, answer=answer, measured=measured)).encode() + b"\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        if self._lines is not None:
+            self._lines.add(json.dumps(dict(request=key, answer=answer, measured=measured)).encode())

@@ -8,7 +8,7 @@ continuation token by token through the cache, so it is that of the cache policy
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -61,8 +61,12 @@ class HarnessModel(TemplateLM):
         max_gen_toks: int = 256,
         host_memory_limit: int | None = None,
         answers: Answers | None = None,
+        stream: Callable[..., Iterable[GenerationResponse]] | None = None,
     ) -> None:
         """Checks the options.
+
+        Args:
+            stream: answers requests elsewhere, called as `stream_generate` without model and tokenizer; None: the model does.
 
         Raises:
             InputError: an option is out of range.
@@ -74,7 +78,7 @@ class HarnessModel(TemplateLM):
         self.max_gen_toks = integer("max_gen_toks", max_gen_toks, most=2**31)
         self.answers = Answers() if answers is None else answers
         self.asked: dict[str | None, set[str]] = defaultdict(set)
-        self._host_memory_limit, self._tasks = host_memory_limit, []
+        self._host_memory_limit, self._tasks, self._elsewhere = host_memory_limit, [], stream
 
     @property
     def eot_token_id(self) -> int:
@@ -219,6 +223,8 @@ class HarnessModel(TemplateLM):
         if not requests:
             return iter(())
         limits = dict(batch_size=self.batch_size, context_length=self.max_length, host_memory_limit=self._host_memory_limit)
+        if self._elsewhere is not None:
+            return self._elsewhere(requests, cache=self.cache, **limits)
         return stream_generate(self.model, self.tokenizer, requests, cache=self.cache, **limits)
 
 

@@ -53,12 +53,18 @@ def answer(response: GenerationResponse, arguments: argparse.Namespace, console:
     if not arguments.json:
         write(escaped(response.text) + "\n")
         return tell_only_thoughts(response, console)
+    fields = answer_fields(response)
+    fields = fields if name is None else {"id": name} | fields
+    write(escaped(json.dumps(fields, ensure_ascii=not is_unicode())) + "\n")
+
+
+def answer_fields(response: GenerationResponse) -> dict[str, Any]:
+    """Returns what an answer and its cost are as JSON."""
     fields = dataclasses.asdict(response) | {"reasoning_content": response.reasoning_content}
     fields |= fields.pop("run")
     for other in ("row", "prompt_logprobs", "attention"):  # the order of the lines says it; no command asks for them
         del fields[other]
-    fields = fields if name is None else {"id": name} | fields
-    write(escaped(json.dumps(fields, ensure_ascii=not is_unicode())) + "\n")
+    return fields
 
 
 def table(responses: list[GenerationResponse], console: Console) -> RenderableType:

@@ -1,0 +1,98 @@
+"""Parquet files of prompts, whose columns are the keys of a .jsonl line, and of answers. It needs pyarrow."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet as parquet
+
+from icejax.checks.errors import InputError, input_error_from
+from icejax.engine.response import GenerationResponse, RunReport
+from icejax.files.unfinished import unfinished
+
+TYPES = {"str": pyarrow.string(), "int": pyarrow.int64(), "float": pyarrow.float64()}
+TYPES["tuple[int, ...]"] = pyarrow.list_(pyarrow.int64())
+TOGETHER = 256  # rows in memory at once
+
+
+def rows(path: Path) -> Iterator[tuple[int, int, str]]:
+    """Yields the number of each row, from 1, its place and its JSON; InputError if the file cannot be read."""
+    with _opened(path) as file:
+        batches = file.iter_batches(batch_size=TOGETHER)
+        for place, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+            yield place + 1, place, _text(path, place, row)
+
+
+class Rows:
+    """Rows of a file by their places, of which a group is in memory at a time."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file; InputError if it cannot be read."""
+        self._path, self._file, self._group = path, _opened(path), -1
+        about = self._file.metadata
+        self._ends = list(itertools.accumulate(about.row_group(i).num_rows for i in range(about.num_row_groups)))
+
+    def text_at(self, place: int) -> str:
+        """Returns the JSON of a row."""
+        group = next((i for i, end in enumerate(self._ends) if place < end), None)
+        if group is None:
+            raise InputError(f"{self._path} has changed since the run began, and has fewer rows: begin the run again")
+        if group != self._group:
+            self._table, self._group = self._file.read_row_group(group), group
+        first = self._ends[group] - self._table.num_rows
+        [row] = self._table.slice(place - first, 1).to_pylist()
+        return _text(self._path, place, row)
+
+
+def write(answers: Path, path: Path) -> None:
+    """Writes the answers of a file of JSON lines as a Parquet file, which replaces `path` when it is whole.
+
+    What a column type does not say, such as logprobs, is JSON; an id is text.
+    """
+    with input_error_from(f"{path} cannot be written"), answers.open("rb") as lines:
+        part = path.with_name(f".{path.name}.part")
+        with unfinished(part):
+            with parquet.ParquetWriter(part, _schema()) as writer:
+                while some := list(itertools.islice(lines, TOGETHER)):
+                    writer.write_batch(pyarrow.RecordBatch.from_pylist([_row(json.loads(line)) for line in some], _schema()))
+            os.rename(part, path)
+
+
+def _opened(path: Path) -> parquet.ParquetFile:
+    with input_error_from(f"{path} cannot be read as a Parquet file"):
+        return parquet.ParquetFile(path)
+
+
+def _text(path: Path, place: int, row: dict[str, Any]) -> str:
+    try:
+        return json.dumps(_filled(row), ensure_ascii=False)
+    except TypeError as error:
+        raise InputError(f"{path}, line {place + 1}: {error}: expected texts, numbers, lists and structs") from None
+
+
+def _filled(value: Any) -> Any:
+    """Returns a value without the nulls that Parquet has in the place of names that a row leaves out."""
+    if isinstance(value, dict):
+        return {name: _filled(other) for name, other in value.items() if other is not None}
+    return [_filled(other) for other in value] if isinstance(value, list) else value
+
+
+def _schema() -> pyarrow.Schema:
+    columns = {"line": pyarrow.int64(), "key": pyarrow.string(), "id": pyarrow.string()}
+    for field in (*dataclasses.fields(GenerationResponse), *dataclasses.fields(RunReport)):
+        columns[field.name] = TYPES.get(field.type.removesuffix(" | None"), pyarrow.string())
+    for other in ("row", "run", "prompt_logprobs", "attention"):  # not in an answer as JSON
+        del columns[other]
+    return pyarrow.schema(list(columns.items()))
+
+
+def _row(fields: dict[str, Any]) -> dict[str, Any]:
+    nested = {name: json.dumps(fields[name]) for name in ("logprobs", "reasoning_content") if fields.get(name) is not None}
+    return fields | nested | {"id": None if fields.get("id") is None else str(fields["id"])}

@@ -1,0 +1,180 @@
+"""Many models on a Ray cluster: lines of a prompt file, or requests of an evaluation, spread over actors with a model each.
+
+``icejax generate --ray`` and ``icejax evaluate --ray`` call it; it needs the extra `ray`. The driver alone writes answers, each
+as soon as it comes, and Ray runs the work of an actor that died again, so every line is answered once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import pickle
+import re
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+import ray.data
+from rich.console import Console
+
+from icejax.api.generate import generate
+from icejax.cache.protocol import CachePolicy
+from icejax.checks.errors import InputError
+from icejax.commands.loading import load
+from icejax.commands.many.answerer import Answerer
+from icejax.commands.many.lines import Line
+from icejax.engine.request import Request
+from icejax.engine.response import GenerationResponse
+
+MOST_ROUNDS = 16  # times --batch-size: the most rows that an actor has at once, and answers again if it dies
+LEAST_PIECES = 4  # of the rows of an actor, so that all end at about the same time
+Batch = dict[str, np.ndarray]
+
+
+class Worker:
+    """An actor with a model. A refusal of bad input is an answer, because Ray would run the work again."""
+
+    def __init__(self, arguments: argparse.Namespace, *more: Any) -> None:
+        try:
+            self.start(arguments, *more)
+            self._refusal = None
+        except InputError as error:
+            self._refusal = str(error)
+
+    def start(self, arguments: argparse.Namespace, *more: Any) -> None:
+        """Loads what `answer` needs."""
+        raise NotImplementedError
+
+    def answer(self, rows: list[Any]) -> list[Any]:
+        """Returns the answers to some rows."""
+        raise NotImplementedError
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Answers a batch of rows, whose values are pickled as the answers are."""
+        refusal, answers = self._refusal, []
+        if refusal is None:
+            try:
+                answers = self.answer([pickle.loads(row) for row in batch["row"]])
+            except InputError as error:
+                refusal = str(error)
+        if refusal is not None:
+            return {"answer": np.array([b""], object), "refusal": np.array([refusal], object)}
+        pickled = np.array([pickle.dumps(answer) for answer in answers], object)
+        return {"answer": pickled, "refusal": np.array([""] * len(answers), object)}
+
+
+class LineWorker(Worker):
+    """Answers lines of a prompt file."""
+
+    def start(self, arguments: argparse.Namespace, *_: Any) -> None:
+        self._answerer = Answerer(arguments, Console(stderr=True, quiet=True))
+
+    def answer(self, rows: list[Line]) -> list[tuple[Line, str]]:
+        return [(line, json.dumps(fields)) for line, fields in self._answerer.answers(rows)]
+
+
+class RequestWorker(Worker):
+    """Answers requests of an evaluation."""
+
+    def start(self, arguments: argparse.Namespace, *more: Any) -> None:
+        self._policy, self._options = more
+        self._model, self._tokenizer = load(arguments, Console(stderr=True, quiet=True))
+
+    def answer(self, rows: list[tuple[int, Request]]) -> list[GenerationResponse]:
+        requests = [request for _, request in rows]
+        responses = generate(self._model, self._tokenizer, requests, cache=self._policy, **self._options)
+        return [dataclasses.replace(response, row=rows[response.row][0]) for response in responses]
+
+
+def answers(arguments: argparse.Namespace, lines: Sequence[Line]) -> Iterator[tuple[Line, dict[str, Any]]]:
+    """Yields each line of --prompt-file and its answer, in any order; errors are those of `spread`."""
+    for line, fields in spread(LineWorker, lines, arguments):
+        yield line, json.loads(fields)
+
+
+def responses(
+    arguments: argparse.Namespace, requests: Sequence[Request], *, cache: CachePolicy, **options: Any
+) -> Iterator[GenerationResponse]:
+    """Yields the whole answer to each request, in any order; `options` are those of `generate`, errors those of `spread`."""
+    yield from spread(RequestWorker, list(enumerate(requests)), arguments, cache, options)
+
+
+def spread(kind: type[Worker], rows: Sequence[Any], arguments: argparse.Namespace, *more: Any) -> Iterator[Any]:
+    """Yields the answers of actors on the cluster of --ray to rows, as they come.
+
+    Args:
+        kind, more: the class of the actors, and what its `start` takes beside `arguments`.
+
+    Raises:
+        InputError: no cluster answers, it has no room for an actor, or an actor refuses a row or the model.
+    """
+    with _cluster(arguments.ray):
+        share = _share(arguments)
+        count = min(_workers(arguments, share), len(rows))
+        size = math.ceil(len(rows) / (count * LEAST_PIECES))
+        size = min(max(size, arguments.batch_size), MOST_ROUNDS * arguments.batch_size)
+        items = [{"row": pickle.dumps(row)} for row in rows]
+        done = ray.data.from_items(items, override_num_blocks=math.ceil(len(rows) / size)).map_batches(
+            kind,
+            fn_constructor_args=(arguments, *more),
+            batch_size=size,
+            batch_format="numpy",
+            compute=ray.data.ActorPoolStrategy(size=count, max_tasks_in_flight_per_actor=1),
+            **share,
+        )
+        for found in done.iter_rows():
+            if found["refusal"]:
+                raise InputError(found["refusal"])
+            yield pickle.loads(found["answer"])
+
+
+@contextlib.contextmanager
+def _cluster(address: str) -> Iterator[None]:
+    """Connects to a cluster while the block runs; `local` starts one on this machine."""
+    if sys.modules.get("torch", ray) is None:  # Ray reads its attributes
+        del sys.modules["torch"]
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # else Ray writes between the lines of the command
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:  # some are plain ones
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"no Ray cluster can be had at --ray {address}: {reason}") from None
+    signal.signal(signal.SIGTERM, on_terminate)  # Ray has set its own
+    try:
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = context.print_on_execution_start = False
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _share(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what an actor takes of the cluster: a device, or as many as --mesh names; a core where it has no devices."""
+    devices = math.prod(map(int, re.findall(r"=(\d{1,4})\b", arguments.mesh or "")))  # an actor checks --mesh
+    resources = ray.cluster_resources()
+    if resources.get("GPU"):
+        return dict(num_gpus=devices)
+    return dict(resources={"TPU": devices}, num_cpus=1) if resources.get("TPU") else dict(num_cpus=1)
+
+
+def _workers(arguments: argparse.Namespace, share: dict[str, Any]) -> int:
+    """Returns how many actors have room: by devices, or one on each machine."""
+    if arguments.ray_workers is not None:
+        return arguments.ray_workers
+    has, needs = ray.cluster_resources(), {"GPU": share.get("num_gpus", 0)} | share.get("resources", {})
+    for name, count in needs.items():
+        if count > has.get(name, 0):
+            raise InputError(f"the cluster has {has[name]:g} {name}s and a model needs {count}: add machines, or lower --mesh")
+        if count:
+            return int(has[name] // count)
+    return max(1, sum(node["Alive"] and node["Resources"].get("CPU", 0) >= 1 for node in ray.nodes()))

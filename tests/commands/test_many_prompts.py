@@ -1,0 +1,159 @@
+"""Answers of a prompt file in a file that grows: shares, a run that goes on, and what is refused."""
+
+import json
+import os
+
+import pytest
+
+import icejax
+from icejax.cache.registry import Full
+from icejax.checks.errors import InputError
+from icejax.commands.many import answerer, output, run
+from tests.helpers.commands import run as command
+
+PROMPTS = [{"id": "a", "prompt": "import os\n"}, {"prompt": "def f(", "max_new_tokens": 2}, {"id": 7, "prompt": "x = 1\n"}]
+OPTIONS = ["--cache", "full", "--max-new-tokens", "4", "--temperature", "1.5", "--compile-cache", "none"]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """The prompt file, whose lines stand between blank ones, and the place of the answers."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n\n".join(json.dumps(prompt) for prompt in PROMPTS) + "\n")
+    return prompts, tmp_path / "answers.jsonl"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What a stand-in for the model has been asked, as indices; its answer is the prompt."""
+    asked = []
+
+    class Echo:
+        def __init__(self, arguments, console):
+            self.arguments = arguments
+
+        def answers(self, some, phases):
+            asked.append([line.index for line in some])
+            for line, prompt in zip(some, run.lines.prompts(self.arguments, some), strict=True):
+                yield line, {"text": prompt.prompt}
+
+    monkeypatch.setattr(run, "Answerer", Echo)
+    return asked
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_answers_of_shares_are_those_of_a_batch_of_all(capsys, files, bundled, monkeypatch):
+    monkeypatch.setattr(answerer, "load", lambda *_: bundled)
+    prompts, answers = files
+    for share in ("1/2", "0/2"):
+        assert command(capsys, "-f", str(prompts), "-o", str(answers), "--shard", share, *OPTIONS)[:2] == (0, "")
+    requests = [icejax.Request(prompt=p["prompt"], max_new_tokens=p.get("max_new_tokens")) for p in PROMPTS]
+    options = dict(cache=Full(), max_new_tokens=4, sampling=icejax.Sampling(temperature=1.5))
+    expected = {1 + 2 * i: list(r.token_ids) for i, r in enumerate(icejax.generate(*bundled, requests, **options))}
+    assert {line["line"]: line["token_ids"] for line in lines(answers)} == expected
+    assert {line["line"]: line.get("id") for line in lines(answers)} == {1: "a", 3: None, 5: 7}
+
+
+def test_shares_are_the_whole_and_a_run_goes_on(capsys, files, asked):
+    prompts, answers = files
+    flags = ["-f", str(prompts), "-o", str(answers), "--batch-size", "1"]
+    told = f"{answers}: 1 lines of shard 1/2 are answered, 0 of them before\n"
+    assert command(capsys, *flags, "--shard", "1/2") == (0, "", told)
+    with answers.open("ab") as file:
+        file.write(b'{"line": 1, "key": "00')  # a writer was killed
+    assert command(capsys, *flags) == (0, "", f"{answers}: 3 lines are answered, 1 of them before\n")
+    assert asked == [[1], [0, 2]]
+    assert [(line["line"], line["text"]) for line in lines(answers)] == [(3, "def f("), (1, "import os\n"), (5, "x = 1\n")]
+    assert command(capsys, *flags, "--quiet") == (0, "", "") and len(asked) == 2
+
+
+def test_lines_in_memory_at_once_are_few(capsys, files, asked, monkeypatch):
+    monkeypatch.setattr(run, "TOGETHER", 2)
+    assert command(capsys, "-f", str(files[0]), "-o", str(files[1]), "--batch-size", "1")[0] == 0
+    assert asked == [[0, 1], [2]]
+
+
+def test_what_is_not_theirs_is_refused_and_stays(capsys, files, asked):
+    prompts, answers = files
+    flags = ["-f", str(prompts), "-o", str(answers)]
+    assert command(capsys, *flags, "--shard", "2/4")[0] == 0
+    before = answers.read_bytes()
+    other = (
+        f"{answers} has 1 answers to other lines, or with another model, cache or options: give another --output, "
+        "or the prompt file and options of then"
+    )
+    assert command(capsys, *flags, "--temperature", "0.5") == (2, "", f"icejax.generate: error: {other}\n")
+    prompts.write_text(prompts.read_text().replace("x = 1", "x = 2"))
+    assert command(capsys, *flags) == (2, "", f"icejax.generate: error: {other}\n")
+    with output.opened(answers):
+        told = f"{answers} is being written by another process: wait for it, or give another --output"
+        assert command(capsys, *flags) == (2, "", f"icejax.generate: error: {told}\n")
+    assert answers.read_bytes() == before
+    for text in ("mine", '{"line": 1, "text": "no key"}\n', '{"line": 1\n'):
+        answers.write_text(text)
+        told = f"{answers} is no file of answers: give another --output, or remove it"
+        assert command(capsys, *flags) == (2, "", f"icejax.generate: error: {told}\n")
+        assert answers.read_text() == text
+    os.mkfifo(prompts.with_name("pipe.jsonl"))
+    told = f"--output reads lines a second time, and {prompts.parent}/pipe.jsonl is no file: give a file"
+    assert command(capsys, "-f", f"{prompts.parent}/pipe.jsonl", *flags[2:]) == (2, "", f"icejax.generate: error: {told}\n")
+    told = f"{prompts.parent} cannot be used: Is a directory"
+    assert command(capsys, *flags[:3], str(prompts.parent)) == (2, "", f"icejax.generate: error: {told}\n")
+    prompts.write_text('{"prompt": "a"}\n{"prompt": 1}\n')
+    answers.unlink()
+    assert command(capsys, *flags)[2].endswith("line 2: 'prompt' must be text, got 1\n") and not answers.exists()
+    assert len(asked) == 1
+
+
+def test_a_file_that_changes_under_a_run_is_told(files):
+    prompts, _ = files
+    arguments = run.options.parser("x").parse_args(["-f", str(prompts), *OPTIONS])
+    found = run.lines.read(arguments).all
+    assert [(line.number, line.index) for line in found] == [(1, 0), (3, 1), (5, 2)]
+    assert [line.prompt for line in run.lines.prompts(arguments, found[1:])] == ["def f(", "x = 1\n"]
+    prompts.write_text(prompts.read_text().replace("def", "fed"))
+    with pytest.raises(InputError, match="changed since the run began, in line 3: begin the run again"):
+        list(run.lines.prompts(arguments, found))
+
+
+def test_parquet_files_are_read_and_written(capsys, tmp_path, asked):
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow"), pytest.importorskip("pyarrow")
+    prompts, answers = tmp_path / "prompts.parquet", tmp_path / "answers.parquet"
+    chat = [{"role": "user", "content": "Hi", "name": None}]
+    table = [*PROMPTS[:2], {"messages": chat, "id": "c"}, {"prompt": "last", "id": None}]
+    table = [line | ({"id": str(line["id"])} if line.get("id") else {}) for line in table]
+    message = pyarrow.struct([(name, pyarrow.string()) for name in ("role", "content", "name")])
+    columns = [("id", pyarrow.string()), ("prompt", pyarrow.string()), ("messages", pyarrow.list_(message))]
+    columns = pyarrow.schema([*columns, ("max_new_tokens", pyarrow.int64())])
+    parquet.write_table(pyarrow.Table.from_pylist(table, columns), prompts, row_group_size=3)  # the last row has its own group
+    flags = ["-f", str(prompts), "-o", str(answers), "--shard", "0/2"]
+    told = f"{answers}: 2 lines of shard 0/2 are answered, 0 of them before\n"
+    assert command(capsys, *flags) == (0, "", told)
+    found = parquet.read_table(answers).to_pylist()
+    assert [(row["line"], row["text"]) for row in found] == [(1, "import os\n"), (3, None)]
+    assert command(capsys, *flags[:4])[0] == 0 and asked == [[0, 2], [1, 3]]
+    assert [row["text"] for row in parquet.read_table(answers).to_pylist()] == ["import os\n", None, "def f(", "last"]
+    assert command(capsys, *flags[:4], "--quiet")[0] == 0 and len(asked) == 2
+    prompts.write_text("no table")
+    assert f"error: {prompts} cannot be read as a Parquet file: " in command(capsys, *flags)[2]
+
+
+REFUSED = {
+    "--shard needs --output: the answers go into a file, a line each": ["-p", "a", "--shard", "0/2"],
+    "--ray needs --output: the answers go into a file, a line each": ["-p", "a", "--ray", "auto"],
+    "--ray-workers needs --ray ADDRESS": ["-f", "a.jsonl", "-o", "b", "--ray-workers", "2"],
+    "--output has an answer for each line of a .jsonl or .parquet file: give one as --prompt-file, and no prompt": ["-p", "a", "-o", "b"],
+    "--output is a file of JSON lines for prompts that are independent: leave --session out": ["-f", "a.jsonl", "-o", "b", "--session", "s"],
+    "--shard must be I/N, such as 0/4, got '1'": ["-f", "a.jsonl", "-o", "b", "--shard", "1"],
+    "I of --shard I/N must be at most 1, got 2": ["-f", "a.jsonl", "-o", "b", "--shard", "2/2"],
+    "N of --shard I/N must be at least 1, got 0": ["-f", "a.jsonl", "-o", "b", "--shard", "0/0"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_options_that_do_not_go_together_are_refused(capsys, message):
+    assert command(capsys, *REFUSED[message]) == (2, "", f"icejax.generate: error: {message}\n")
