@@ -14,8 +14,8 @@ that are not timed. Prompts are source code and differ in their first line, so t
 have `--answer-tokens` tokens where the server knows `ignore_eos`. Servers run one after another. What follows `--` are options
 of `icejax serve`.
 
-`--peer NAME=PYTHON` starts another server of the same GGUF file (`bench.serving.peers`), with the Python of an environment that has
-its package; `--against NAME=URL` asks one that the caller has started. `--page ROWS.jsonl` prints the tables of such rows.
+`--peer NAME=PYTHON` starts another server of the same GGUF file (`bench.serving.peers`), with the Python of an environment that
+has its package; `--against NAME=URL` asks one that the caller has started. `--page ROWS.jsonl` prints the tables of such rows.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def _cancels(rows: list[dict]) -> Iterator[str]:
 
 
 def _soaks(rows: list[dict]) -> Iterator[str]:
-    heads = ["minutes", "requests; failed", "MiB at the start, at most, at the end", "MiB per hour, later half", "programs compiled"]
+    heads = ["minutes", "requests; failed", "MiB: start, most, end", "MiB per hour, later half", "compiled"]
     yield from table(heads, (_soak(row) for row in rows))
 
 

@@ -166,7 +166,10 @@ def test_the_tables_have_the_figures_of_rows():
         ("--rates fast", "--rates must be numbers, comma-separated, got 'fast'"),
         ("--rates 0", "--rates must be a number above 0 and at most 1e+06, got 0.0"),
         ("--against https://a", "--against must be NAME=http://HOST:PORT, got 'https://a'"),
-        ("--peer vllm=python", "--peer must be NAME=PYTHON, of llama.cpp, transformers and a Python that has its package, got 'vllm"),
+        (
+            "--peer vllm=python",
+            "--peer must be NAME=PYTHON, of llama.cpp, transformers and a Python that has its package, got 'vllm",
+        ),
         (f"--peer transformers={sys.executable}", "--peer needs a GGUF file as --model, got 'none'"),
         ("--page nowhere.jsonl", "No such file or directory: 'nowhere.jsonl'"),
         ("--requests 0", "--requests must be at least 1, got 0"),
