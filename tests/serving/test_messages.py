@@ -20,7 +20,7 @@ def read(server, body) -> list[dict]:
     """Returns the events of a stream, each of which is named by its type."""
     blocks = server.send(PATH, body | dict(stream=True)).read().decode().split("\n\n")
     assert blocks.pop() == ""
-    events = [block.split("\n") for block in blocks if not block.startswith(":")]
+    events = [block.split("\n") for block in blocks]
     values = [json.loads(data.removeprefix("data: ")) for _, data in events]
     assert [name for name, _ in events] == [f"event: {value['type']}" for value in values]
     return values
@@ -43,6 +43,12 @@ def test_a_stream_has_the_same_text_in_one_block(server, expected):
     assert "".join(value["delta"]["text"] for value in values if value["type"] == "content_block_delta") == expected.text
     assert values[0]["message"]["usage"]["input_tokens"] == expected.prompt_tokens
     assert values[-2]["delta"] == dict(stop_reason="max_tokens", stop_sequence=None)
+
+
+def test_a_message_that_waits_sends_pings(server, monkeypatch):
+    monkeypatch.setattr("icejax.serving.streaming.PATIENCE_S", 0.001)
+    types = [value["type"] for value in read(server, BODY)]
+    assert types[:2] == ["ping", "ping"] and types[-1] == "message_stop"
 
 
 def test_a_stop_sequence_is_named_if_it_is_the_only_one(server, expected):
