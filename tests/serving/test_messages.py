@@ -73,7 +73,7 @@ def test_thoughts_of_earlier_answers_stand_beside_their_text(server, chatty, alo
     "body, message",
     [
         (BODY | dict(max_tokens=None), "'max_tokens' is missing: expected it in the body"),
-        (BODY | dict(tools=[{"name": "f"}]), "the chat template has no tool calls of a known form (hermes, Mistral, Llama 3, harmony): leave tools out"),
+        (BODY | dict(tools=[{"name": "f"}]), "the chat template has no tool calls of a known form (hermes, Qwen3-Coder, Mistral, Llama 3, harmony): leave tools out"),
         (BODY | dict(tool_choice={"type": "any"}), "tool_choice needs tools, and the request has none"),
         (BODY | dict(tool_choice={"type": "some"}), "tool_choice must be of type auto, any, tool or none, got {'type': 'some'}"),
         (BODY | dict(system=5), "system must be text, or a list of text blocks"),
