@@ -33,7 +33,8 @@ def warm_up(engine: Engine, *, tokens: int, tell: Callable[[int, int], None] | N
     kinds, sizes = [dict(sampling=sampling) for sampling in KINDS], _sizes(most)
     asked = [*kinds, kinds[-1] | dict(logprobs=LOGPROBS), dict(prompt_logprobs=LOGPROBS)]
     prompts = [([0] * size, options, f"{SALT} {size}") for size in sizes for options in (asked if size == sizes[0] else [{}])]
-    prompts += [([0] * SHORTEST + [1] * size, {}, SALT) for size in (0, *BEHIND) if SHORTEST + size <= most]
+    behind = [[1 + number] * size for number, size in enumerate((0, *BEHIND))]  # no text begins with another one
+    prompts += [([0] * SHORTEST + text, {}, SALT) for text in behind if SHORTEST + len(text) <= most]
     requests = []
     for prompt, options, salt in prompts:
         count = min(3 if requests else STEPS, engine.max_new_tokens, engine.context_length - len(prompt))

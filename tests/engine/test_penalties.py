@@ -8,7 +8,7 @@ import icejax
 from icejax.cache.registry import Full
 from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.extend import extend
-from icejax.engine.penalties import RowPenalties, row_options, neutral_where_none
+from icejax.engine.penalties import RowPenalties, neutral_where_none, row_options
 from icejax.engine.plan import make_plan
 from icejax.engine.prefill import prefill
 from icejax.engine.sampling import Sampling

@@ -153,7 +153,7 @@ class EngineThread:
         return handle
 
     def compile_compaction(self) -> None:
-        """Compiles what the first compaction runs, as soon as no request runs; raises RuntimeError if the engine ends before."""
+        """Compiles what the first compaction runs, as soon as no request runs; RuntimeError if the engine ends before."""
         ended = queue.SimpleQueue()
         with self._changed:
             if self._closes:
