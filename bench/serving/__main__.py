@@ -1,18 +1,22 @@
-"""A server as its clients see it: ``python -m bench.serving --model smollm2-135m --against llama.cpp=http://127.0.0.1:8001``.
+"""A server as its clients see it: ``python -m bench.serving --model smollm2-135m``.
 
 Parts, each a JSON line per row, with figures under the names of vLLM's `benchmarks/serve.py`:
 
 - `load`: 1, 4 and 8 requests open at once (`--concurrency`), and requests that come at random times (`--rates`, per second), to
-  `icejax serve` (`http`), to an engine in this process with the same options (`engine`) and to the servers of `--against`.
-  `ratio` rows: output tokens per second over HTTP by those of the engine, whose bar is 0.9
+  `icejax serve` (`http`), to an engine in this process with the same options (`engine`) and to other servers. `ratio` rows:
+  output tokens per second over HTTP by those of the engine, whose bar is 0.9
 - `document`: four questions about one document, one after another: time to the first token, tokens from the prefix store
 - `cancel`: clients that leave at random times, and the extents that are then missing: `extents_leaked` must be 0
 - `soak`: random requests for `--minutes`, and the server's memory at the start, at the end and per hour
 
 `compiled_after_warmup`, the programs that the server compiled while a row was measured, must be 0. Every row follows requests
 that are not timed. Prompts are source code and differ in their first line, so that no prefix is shared. Answers are greedy and
-have `--answer-tokens` tokens where the server knows `ignore_eos`. Servers run one after another; those of `--against` are
-started by the caller. What follows `--` are options of `icejax serve`.
+have `--answer-tokens` tokens where the server knows `ignore_eos`. Servers run one after another. What follows `--` are options
+of `icejax serve`.
+
+`--peer NAME=PYTHON` starts another server (`bench.serving.peers`) with the Python of an environment that has its package.
+icejax then serves the GGUF file of the model, a name of `bench.published`, as llama.cpp does. `--against NAME=URL` asks a
+server that the caller has started. `--page ROWS.jsonl` prints the tables of such rows.
 """
 
 from __future__ import annotations
@@ -25,15 +29,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import jax
+import psutil
 
 from bench import published
 from bench.engine.bars import Bar
 from bench.flags import listed, numbers
-from bench.serving import parts
+from bench.serving import parts, peers
 from bench.serving.client import Http, metric, model_of, served
+from bench.serving.page import page
 from bench.serving.subject import OverHttp, Questions, Subject, in_process
 from icejax import __version__
 from icejax.api.generate import ASSETS
+from icejax.checkpoint.folder import resolve
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer, number
 from icejax.runtime import devices
@@ -50,6 +57,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="", help="a folder, or a name of bench.published (default: the bundled model)")
     parser.add_argument("--parts", default="load,document", help=f"of {', '.join(PARTS)} (default: %(default)s)")
     parser.add_argument("--against", action="append", default=[], metavar="NAME=URL", help="another server; repeatable")
+    text = f"of {', '.join(peers.PEERS)}, to start and to ask; repeatable"
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help=text)
+    parser.add_argument("--page", type=Path, metavar="FILE.jsonl", help="only print the tables of these rows")
     parser.add_argument("--concurrency", default="1,4,8", metavar="N,N", help="default: %(default)s")
     parser.add_argument("--rates", default="", metavar="X,X", help="requests per second (default: none)")
     sizes = dict(requests=(32, "requests of a row of `load`"), prompt_tokens=(512, "of `load`, and most of random ones"))
@@ -75,16 +85,23 @@ class Bench:
             integer(f"--{name.replace('_', '-')}", getattr(arguments, name), most=2**30)
         number("--minutes", arguments.minutes, least=0, most=1e6, above=True)
         self.against = [_named(text) for text in arguments.against]
-        folder = arguments.model or None
+        asked = [peers.asked_peer(text) for text in arguments.peer]
+        if asked and arguments.model not in published.MODELS:
+            raise InputError(f"--peer needs a --model of {', '.join(published.MODELS)}, got {arguments.model or 'none'!r}")
+        self.peers = [(name, python, peers.version(name, python)) for name, python in asked]
+        folder, file = arguments.model or None, None
         if folder in published.MODELS:
-            folder = published.folder(folder, say=lambda line: print(line, file=sys.stderr, flush=True))
-        self.tokenizer = load_tokenizer(Path(folder or ASSETS))
+            say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+            folder, file = published.folder(folder, say=say), published.gguf(folder, say=say) if asked else None
+        self.tokenizer = load_tokenizer(resolve(file or folder) if folder else ASSETS)
         self.is_chat, self.questions = self.tokenizer.chat_template is not None, Questions(self.tokenizer)
         longest = max(arguments.prompt_tokens, arguments.document_tokens if "document" in self.names else 0)
         sizes = dict(slots=max(self.concurrency, default=8), context_length=longest + arguments.answer_tokens + ROOM)
+        if asked:
+            self.job = peers.Job(file, folder, sizes["slots"], sizes["context_length"], self.tokenizer.eos_token_id)
         sizes |= dict(max_new_tokens=arguments.answer_tokens, warmup=longest + ROOM)
         flags = [part for name, value in sizes.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-        self.options = [*([] if folder is None else ["--model", str(folder)]), *flags, *arguments.serve]
+        self.options = [*([] if folder is None else ["--model", str(file or folder)]), *flags, *arguments.serve]
 
     async def run(self) -> AsyncIterator[dict]:
         """Yields all rows."""
@@ -107,6 +124,12 @@ class Bench:
             other = OverHttp(server, await model_of(server), self.is_chat)
             async for row in self._all(other):
                 yield dict(subject=name) | row
+        for name, python, version in self.peers if {"load", "document"} & set(self.names) else ():
+            async with peers.running(name, python, self.job) as server:
+                peer = peers.PEERS[name]
+                other = OverHttp(server, peer.model(self.job), self.is_chat, peer.endless(self.job))
+                async for row in self._all(other):
+                    yield dict(subject=name, version=version) | row
         random = dict(most_prompt=asked.prompt_tokens, most_answer=asked.answer_tokens)
         if "cancel" in self.names:
             with served([*self.options, "--prefix-memory", "0"]) as server:
@@ -166,19 +189,23 @@ def _named(text: str) -> tuple[str, Http]:
 
 async def _print(bench: Bench, labels: dict) -> None:
     async for row in bench.run():
-        print(json.dumps(row | labels), flush=True)
+        print(json.dumps(labels | row), flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
     command = parser()
     arguments = command.parse_args(argv)
     try:
+        if arguments.page is not None:
+            print(*page([json.loads(line) for line in arguments.page.read_text().splitlines()]), sep="\n")
+            return 0
         bench = Bench(arguments)
         versions = f"icejax {__version__}, jax {jax.__version__}"
-        labels = dict(model=Path(arguments.model).name or "bundled", device=devices.device_name(), version=versions)
+        labels = dict(model=Path(arguments.model).name or "bundled", device=devices.device_name(), cores=psutil.cpu_count())
+        labels |= dict(version=versions)
         sizes = dict(prompt_tokens=arguments.prompt_tokens, answer_tokens=arguments.answer_tokens)
         asyncio.run(_print(bench, labels | dict(asked=sizes, options=" ".join(arguments.serve))))
-    except InputError as error:
+    except (InputError, OSError) as error:
         command.exit(2, f"{command.prog}: error: {error}\n")
     return 0
 

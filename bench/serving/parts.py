@@ -15,6 +15,7 @@ from bench.serving.subject import OverHttp, Question, Questions, Subject, closed
 from icejax.checks.errors import InputError
 
 PROGRAMS, EXTENTS, BYTES = "icejax_compiled_programs", "icejax_free_extents", "process_resident_memory_bytes"
+WARM_TOKENS = 8
 SAMPLE_S = 5.0  # seconds between two looks at a server's memory
 
 
@@ -30,11 +31,11 @@ async def loads(
 ) -> AsyncIterator[dict]:
     """Yields a row for each number of open requests, and for each rate of requests that come at random times.
 
-    Before each row its first requests run once, and are not timed.
+    Before each row as many requests as are open, with answers of a few tokens, run and are not timed.
     """
     for most, rate in [*((n, None) for n in concurrency), *((None, rate) for rate in rates)]:
         warm = most or max(concurrency, default=1)
-        await closed_loop(subject, questions.many(warm, prompt_tokens, answer_tokens), warm)
+        await closed_loop(subject, questions.many(warm, prompt_tokens, min(answer_tokens, WARM_TOKENS)), warm)
         asked = questions.many(count, prompt_tokens, answer_tokens)
         run = closed_loop(subject, asked, most) if rate is None else open_loop(subject, asked, rate)
         answers, duration = await run

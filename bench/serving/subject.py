@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,15 +40,21 @@ class Subject(Protocol):
 
 @dataclass(frozen=True)
 class OverHttp:
-    """A server. The answers of icejax and vLLM do not end before their last token; others end where the model ends them."""
+    """A server.
+
+    Attributes:
+        endless: fields of a request whose answer does not end before its last token. A server that does not know them ends it
+            where the model does.
+    """
 
     server: Http
     model: str
     is_chat: bool
+    endless: Mapping[str, Any] = field(default_factory=lambda: dict(ignore_eos=True))
 
     def body(self, question: Question) -> dict[str, Any]:
         """Returns the body of a request."""
-        common = dict(model=self.model, max_tokens=question.answer_tokens, temperature=0, ignore_eos=True)
+        common = dict(model=self.model, max_tokens=question.answer_tokens, temperature=0, **self.endless)
         if self.is_chat:
             return common | dict(messages=[dict(role="user", content=question.text)])
         return common | dict(prompt=question.text)

@@ -2,13 +2,19 @@
 
 import asyncio
 import json
+import os
+import sys
+from pathlib import Path
 
 import pytest
 
 from bench.serving import __main__ as command
+from bench.serving import peers
 from bench.serving.client import Timed
+from bench.serving.page import page
 from bench.serving.rows import load_row, slope
-from bench.serving.subject import Question, closed_loop, open_loop
+from bench.serving.subject import OverHttp, Question, closed_loop, open_loop
+from icejax.checks.errors import InputError
 
 TINY = (
     "--parts load,document,cancel,soak --concurrency 2 --rates 50 --requests 4 --prompt-tokens 30 --answer-tokens 4 "
@@ -73,11 +79,84 @@ def test_every_part_has_its_rows(capsys, monkeypatch):
         ("http", "soak"),
     ]
     assert all(row["model"] == "bundled" and row["version"].startswith("icejax ") for row in rows)
+    assert len([*page(rows)]) == 20
     for row in rows[:2] + rows[5:7]:
         assert (row["completed"], row["failed"], row["total_output_tokens"]) == (4, 0, 16) and row["p99_itl_ms"] > 0
     assert [row["cached_tokens"] for row in rows[2:5]] == [0, 0, 512]
     assert rows[-2]["extents_leaked"] == 0 and rows[-2]["cancels"] > 0
     assert rows[-1]["failed"] == 0 and rows[-1]["rss_end_mib"] > 100
+
+
+FAKE_LLAMA = """
+import http.server, json, threading
+from types import SimpleNamespace
+
+class CommonParams(SimpleNamespace):
+    def __init__(self):
+        super().__init__(model=SimpleNamespace(), cpuparams=SimpleNamespace(), cpuparams_batch=SimpleNamespace())
+
+class Server:
+    def __init__(self, params):
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def log_message(self, *given): pass
+            def do_GET(self): self.answer(b"")
+            def do_POST(self):
+                asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                endless = asked["ignore_eos"] and asked["model"] == params.model.path
+                usage = dict(completion_tokens=params.n_parallel if endless else 0, prompt_tokens=params.n_ctx)
+                self.answer(b"data: " + json.dumps(dict(choices=[dict(text="a")], usage=usage)).encode() + b"\\n\\n")
+            def answer(self, body):
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+        server = http.server.HTTPServer(("127.0.0.1", params.port), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+"""
+
+
+def test_a_peer_is_started_with_the_sizes_and_asked_in_its_words(tmp_path, monkeypatch):
+    (tmp_path / "xllamacpp.py").write_text(FAKE_LLAMA)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    job, peer = peers.Job(Path("/a/model.gguf"), Path("/a/b"), slots=3, tokens=100, eos=7), peers.PEERS["llama.cpp"]
+
+    async def ask() -> Timed:
+        async with peers.running("llama.cpp", sys.executable, job) as server:
+            return await OverHttp(server, peer.model(job), False, peer.endless(job)).answer(Question("text", 4))
+
+    answer = asyncio.run(ask())
+    assert (answer.error, answer.tokens, answer.prompt_tokens, len(answer.times)) == (None, 3, 300, 1)
+    transformers = peers.PEERS["transformers"]
+    assert transformers.model(job) == "/a/b" and transformers.endless(job) == {"logit_bias": {"7": -100.0}}
+
+
+def test_a_peer_that_ends_is_told(monkeypatch):
+    with pytest.raises(InputError, match="the server of llama.cpp did not start: "):
+        asyncio.run(anext(peers.running("llama.cpp", "false", peers.Job(Path("a.gguf"), Path("b"), 1, 1, 0)).gen))
+    with pytest.raises(InputError, match="does not have xllamacpp: expected the Python of an environment that has it"):
+        peers.version("llama.cpp", sys.executable)
+
+
+def test_the_tables_have_the_figures_of_rows():
+    times = dict(failed=0, median_ttft_ms=1500.0, median_tpot_ms=20.0)
+    common = dict(model="a", part="load", max_concurrency=4, request_rate=None) | times
+    rows = [common | dict(subject=name, output_throughput=rate) for name, rate in (("http", 45.0), ("engine", 50.0))]
+    known = dict(mean_ttft_ms=250.0, cached_tokens=8192, prompt_tokens=8210)
+    rows.append(dict(model="a", part="document", subject="http", question=3) | known)
+    assert [*page(rows)] == [
+        "### a",
+        "",
+        "|  | 4 open: tokens/s; first token, s; ms per token |",
+        "|---|---|",
+        "| http | 45.0; 1.50; 20.0 |",
+        "| engine | 50.0; 1.50; 20.0 |",
+        "| http / engine | 0.90 |",
+        "",
+        "|  | question 3: first token, s (tokens of a cache) |",
+        "|---|---|",
+        "| http | 0.25 (8,192 of 8,210) |",
+        "",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -87,6 +166,12 @@ def test_every_part_has_its_rows(capsys, monkeypatch):
         ("--rates fast", "--rates must be numbers, comma-separated, got 'fast'"),
         ("--rates 0", "--rates must be a number above 0 and at most 1e+06, got 0.0"),
         ("--against https://a", "--against must be NAME=http://HOST:PORT, got 'https://a'"),
+        (
+            "--peer vllm=python",
+            "--peer must be NAME=PYTHON, of llama.cpp, transformers and a Python that has its package, got 'vllm",
+        ),
+        (f"--peer transformers={sys.executable}", "--peer needs a --model of smollm2-135m, "),
+        ("--page nowhere.jsonl", "No such file or directory: 'nowhere.jsonl'"),
         ("--requests 0", "--requests must be at least 1, got 0"),
         ("--minutes 0", "--minutes must be a number above 0 and at most 1e+06, got 0.0"),
     ],

@@ -20,7 +20,7 @@ def read(server, body) -> list[dict]:
     """Returns the events of a stream, each of which is named by its type."""
     blocks = server.send(PATH, body | dict(stream=True)).read().decode().split("\n\n")
     assert blocks.pop() == ""
-    events = [block.split("\n") for block in blocks if not block.startswith(":")]
+    events = [block.split("\n") for block in blocks]
     values = [json.loads(data.removeprefix("data: ")) for _, data in events]
     assert [name for name, _ in events] == [f"event: {value['type']}" for value in values]
     return values
@@ -45,6 +45,12 @@ def test_a_stream_has_the_same_text_in_one_block(server, expected):
     assert values[-2]["delta"] == dict(stop_reason="max_tokens", stop_sequence=None)
 
 
+def test_a_message_that_waits_sends_pings(server, monkeypatch):
+    monkeypatch.setattr("icejax.serving.streaming.PATIENCE_S", 0.001)
+    types = [value["type"] for value in read(server, BODY)]
+    assert types[:2] == ["ping", "ping"] and types[-1] == "message_stop"
+
+
 def test_a_stop_sequence_is_named_if_it_is_the_only_one(server, expected):
     stop = expected.text[3:5]
     answer = server.ask(PATH, BODY | dict(stop_sequences=[stop]))
@@ -67,7 +73,7 @@ def test_thoughts_of_earlier_answers_stand_beside_their_text(server, chatty, alo
     "body, message",
     [
         (BODY | dict(max_tokens=None), "'max_tokens' is missing: expected it in the body"),
-        (BODY | dict(tools=[{"name": "f"}]), "the chat template has no tool calls of a known form (hermes, Mistral, Llama 3, harmony): leave tools out"),
+        (BODY | dict(tools=[{"name": "f"}]), "the chat template has no tool calls of a known form (hermes, Qwen3-Coder, Mistral, Llama 3, harmony): leave tools out"),
         (BODY | dict(tool_choice={"type": "any"}), "tool_choice needs tools, and the request has none"),
         (BODY | dict(tool_choice={"type": "some"}), "tool_choice must be of type auto, any, tool or none, got {'type': 'some'}"),
         (BODY | dict(system=5), "system must be text, or a list of text blocks"),

@@ -214,7 +214,7 @@ def test_a_text_follows_its_schema(server):
         (dict(max_tokens=3), "max_tokens", "max_tokens is not supported: its name in this API is max_output_tokens"),
         (dict(response_format={"type": "json_object"}), "response_format", "response_format is not supported: its name in this API is text.format"),
         (dict(text=dict(format=dict(type="json_schema", name="n"))), "text", "text.format of type json_schema needs a schema, which is an object, got None"),
-        (dict(tools=[FUNCTION]), "tools", "the chat template has no tool calls of a known form (hermes, Mistral, Llama 3, harmony): leave tools out"),
+        (dict(tools=[FUNCTION]), "tools", "the chat template has no tool calls of a known form (hermes, Qwen3-Coder, Mistral, Llama 3, harmony): leave tools out"),
         (dict(truncation="auto"), "truncation", "truncation must be 'disabled': the server cuts no conversation"),
         (dict(n=2), "n", "n must be 1: a response has one answer"),
         (dict(input=5), "input", "input must be text, or a list of items"),

@@ -150,7 +150,9 @@ def test_what_cannot_be_enforced_is_refused_with_one_line(calling, body, message
 
 
 def test_tools_need_a_form_that_is_known(server):
-    message = "the chat template has no tool calls of a known form (hermes, Mistral, Llama 3, harmony): leave tools out"
+    message = (
+        "the chat template has no tool calls of a known form (hermes, Qwen3-Coder, Mistral, Llama 3, harmony): leave tools out"
+    )
     assert server.refusal(CHAT, BODY)["message"] == message
     body = dict(messages=ASKED, tools=[{"type": "web_search_20260101", "name": "web_search"}], max_tokens=1)
     error = server.ask(MESSAGES, body, status=400)["error"]["message"]

@@ -28,6 +28,8 @@ from icejax.serving.tools.calls import Call, CallsOf
 from icejax.serving.tools.events import CallArguments, CallBegin, Event
 from icejax.text.encode import encode
 
+PING = named_event(dict(type="ping"))
+
 
 async def messages(request: Request) -> Response:
     """Answers a chat."""
@@ -88,10 +90,10 @@ async def messages(request: Request) -> Response:
         if piece.finish_reason is not None:
             events += [*blocks.ended(), named_event(dict(type="message_delta", delta=ends(piece), usage=usage()))]
             events.append(named_event(dict(type="message_stop")))
-        return events or [named_event(dict(type="ping"))]
+        return events or [PING]
 
     failed = lambda error: named_event(error.anthropic_body())  # noqa: E731
-    return EventStream(answers, service, of_piece=of_piece, failed=failed, done=b"")
+    return EventStream(answers, service, of_piece=of_piece, first=[PING], failed=failed, waits=lambda: PING, done=b"")
 
 
 async def count_tokens(request: Request) -> Response:

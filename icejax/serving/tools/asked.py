@@ -33,7 +33,7 @@ class Asked:
     choice: Choice
 
     def grammar(self) -> Grammar | None:
-        """Returns the grammar of an answer that must call; None if it need not. Errors are those of `Form.grammar`."""
+        """Returns the grammar of an answer, as `Form.grammar` does."""
         return self.form.grammar(self.tools, self.choice)
 
 
@@ -62,7 +62,8 @@ def asked_tools(tokenizer: Any, tools: list[Any] | None, choice: Any, *, paralle
         raise ApiError(400, f"tool_choice names {quoted(name)}, which is none of the tools", param="tool_choice")
     form = form_of(tokenizer)
     if form is None:
-        message = "the chat template has no tool calls of a known form (hermes, Mistral, Llama 3, harmony): leave tools out"
+        known = "hermes, Qwen3-Coder, Mistral, Llama 3, harmony"
+        message = f"the chat template has no tool calls of a known form ({known}): leave tools out"
         raise ApiError(400, message, param="tools", code="unsupported_parameter")
     chosen = Choice(required=required, name=name, parallel=parallel is not False)
     return Asked(form=form, tools=functions, choice=chosen)

@@ -34,7 +34,7 @@ class CallsOf:
     def __init__(self, asked: Asked | None) -> None:
         """Begins before an answer; `asked`: the tools that the model may call; None: all is text."""
         self._form = None if asked is None else asked.form
-        self._parser = None if asked is None else asked.form.parser()
+        self._parser = None if asked is None else asked.form.parser(asked.tools)
         self.text, self.calls = "", list[Call]()
 
     def read(self, piece: GenerationResponse) -> list[tuple[Call | None, Event]]:

@@ -1,18 +1,19 @@
 """A form of tool calls, and the form that a model's tokenizer and chat template show.
 
 form = form_of(tokenizer)                # None: the template has no tool calls of a known form
-grammar = form.grammar(tools, choice)    # None: the model may call or not
-parser = form.parser()
+grammar = form.grammar(tools, choice)    # None: the model may write anything
+parser = form.parser(tools)
 for piece in handle: events = parser.read(piece)
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from icejax.engine.response import GenerationResponse
 from icejax.serving.tools.events import CallArguments, Event, Text
@@ -89,28 +90,32 @@ class Form(ABC):
     Attributes:
         tokens: ids of the tokenizer's added tokens by name.
         specials: names of its special tokens by id, which are not in an answer's text.
+        may_be_text: whether rules of calls that are not required can be made.
     """
 
+    may_be_text: ClassVar[bool] = True
     tokens: Mapping[str, int]
     specials: Mapping[int, str]
 
     def grammar(self, tools: Sequence[Tool], choice: Choice) -> Grammar | None:
-        """Returns the grammar of an answer that must call; None if it need not.
+        """Returns the grammar of an answer that must call, or that may and has a strict tool; None: it may be anything.
 
         Raises:
             InputError: a schema cannot be enforced.
         """
-        if not choice.required:
-            return None
-        return self._calls([tool for tool in tools if choice.name in (None, tool.name)], parallel=choice.parallel)
+        if choice.required:
+            chosen = [tool for tool in tools if choice.name in (None, tool.name)]
+            return Grammar(self._rules(chosen, choice), has_marks=True)
+        has_rules = self.may_be_text and any(tool.strict for tool in tools)
+        return Grammar(self._rules(tools, choice), has_marks=True) if has_rules else None
 
     @abstractmethod
-    def _calls(self, tools: Sequence[Tool], *, parallel: bool) -> Grammar:
-        """Returns the grammar of one call or, if `parallel`, of one or several."""
+    def _rules(self, tools: Sequence[Tool], choice: Choice) -> str:
+        """Returns the rules of one call or, if allowed, of several; if none is required, of text around them too."""
 
     @abstractmethod
-    def parser(self) -> Parser:
-        """Returns the parser of an answer."""
+    def parser(self, tools: Sequence[Tool]) -> Parser:
+        """Returns the parser of an answer that may call `tools`."""
 
     def new_id(self) -> str:
         """Returns the id of a new call."""
@@ -124,10 +129,25 @@ class Form(ABC):
         """Returns a mark of the form in a grammar: its token, or its text if no token has this name."""
         return f"<[{self.tokens[name]}]>" if name in self.tokens else literal(name)
 
+    def marked(self, mark: str, choice: Choice, *, between: str) -> list[str]:
+        """Returns the rules `answer`, of calls that the rule `call` describes, and `opening`: `mark`, at which a call begins.
 
-def one_or_several(rule: str, between: str, *, parallel: bool) -> str:
-    """Returns the part of a rule that matches what `rule` does or, if `parallel`, several of it with `between` between them."""
-    return f"{rule} ({between} {rule}){{0,{MOST_CALLS - 1}}}" if parallel else rule
+        If no call is required, text may stand before the mark and behind the last call. It cannot spell the mark.
+
+        Args:
+            between: the part of a rule that matches what stands between two calls, if they are required.
+        """
+        if choice.required:
+            return [f"answer: {one_or_several('call', between, choice)}", f"opening: {self.mark(mark)}"]
+        spelled = f"/(?s:.*){re.escape(mark)}"
+        opening = f"opening: TEXT {self.mark(mark)}" if mark in self.tokens else f"opening[lazy]: {spelled}/"
+        answer = f"answer: call{{0,{MOST_CALLS if choice.parallel else 1}}} TEXT"
+        return [answer, opening, f"TEXT: /(?s:.*)/ & ~{spelled}(?s:.*)/"]
+
+
+def one_or_several(rule: str, between: str, choice: Choice) -> str:
+    """Returns the part of a rule that matches what `rule` does or, if allowed, several of it with `between` between them."""
+    return f"{rule} ({between} {rule}){{0,{MOST_CALLS - 1}}}" if choice.parallel else rule
 
 
 def call_rule(number: int, tool: Tool, key: str) -> str:

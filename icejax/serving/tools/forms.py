@@ -11,9 +11,10 @@ from icejax.serving.tools.hermes import Hermes
 from icejax.serving.tools.llama import PYTHON, Llama
 from icejax.serving.tools.mistral import ARGUMENTS, Mistral
 from icejax.serving.tools.mistral import OPENING as MISTRAL
+from icejax.serving.tools.qwen_coder import QwenCoder
 from icejax.text.reasoning import added_tokens, is_harmony
 
-OTHERS = ("<function=",)  # Qwen3-Coder's XML between hermes' marks
+FUNCTION, PARAMETER = "<function=", "<parameter="
 
 
 def form_of(tokenizer: Any) -> Form | None:
@@ -24,8 +25,10 @@ def form_of(tokenizer: Any) -> Form | None:
     fields = dict(tokens=tokens, specials={number: token.content for number, token in added.items() if token.special})
     if is_harmony(tokenizer):
         return Harmony(**fields)
-    if "tools" not in templates or any(other in templates for other in OTHERS):
+    if "tools" not in templates or (FUNCTION in templates and not (HERMES in templates and PARAMETER in templates)):
         return None
+    if FUNCTION in templates:
+        return QwenCoder(**fields)
     if MISTRAL in templates:
         return Mistral(named=ARGUMENTS in templates, **fields)
     if HERMES in templates:

@@ -11,26 +11,27 @@ import re
 from collections.abc import Mapping, Sequence
 
 from icejax.serving.tools.events import CallArguments, CallBegin, CallEnd, Event, Text
-from icejax.serving.tools.form import Form, Parser, Tool, arguments_rule
-from icejax.text.grammar.rules import Grammar, literal
+from icejax.serving.tools.form import Choice, Form, Parser, Tool, arguments_rule
+from icejax.text.grammar.rules import literal
 from icejax.text.reasoning import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
 
 RECIPIENT = re.compile(r"\s*to=functions\.(\S+) \Z")
 
 
 class Harmony(Form):
-    """An answer has one call: its end is the answer's."""
+    """An answer has one call: its end is the answer's. An answer that need not call has no rules: its headers are free."""
 
-    def _calls(self, tools: Sequence[Tool], *, parallel: bool) -> Grammar:
+    may_be_text = False
+
+    def _rules(self, tools: Sequence[Tool], choice: Choice) -> str:
         channel, constrain, message = map(self.mark, (CHANNEL, CONSTRAIN, MESSAGE))
         calls = [
             f'{channel} {literal(f"commentary to=functions.{tool.name} ")} {constrain} "json" {message} arguments{i}'
             for i, tool in enumerate(tools)
         ]
-        rules = [f"answer: {' | '.join(calls)}", *map(arguments_rule, range(len(tools)), tools)]
-        return Grammar("\n".join(rules), has_marks=True)
+        return "\n".join([f"answer: {' | '.join(calls)}", *map(arguments_rule, range(len(tools)), tools)])
 
-    def parser(self) -> Parser:
+    def parser(self, tools: Sequence[Tool]) -> Parser:
         return HarmonyParser(self.specials)
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from icejax.serving.tools.events import Event
-from icejax.serving.tools.form import Form, Parser, Tool, arguments_rule, call_rule, one_or_several
+from icejax.serving.tools.form import Choice, Form, Parser, Tool, arguments_rule, call_rule
 from icejax.serving.tools.json_values import SPACES
 from icejax.serving.tools.marked import MarkedParser
-from icejax.text.grammar.rules import Grammar
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
@@ -21,13 +20,13 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 class Hermes(Form):
     """Several calls follow one another."""
 
-    def _calls(self, tools: Sequence[Tool], *, parallel: bool) -> Grammar:
-        rules = ["answer: " + one_or_several("call", '"\\n"', parallel=parallel)]
+    def _rules(self, tools: Sequence[Tool], choice: Choice) -> str:
         calls = " | ".join(call_rule(i, tool, "arguments") for i, tool in enumerate(tools))
-        rules.append(f'call: {self.mark(OPENING)} "\\n" ({calls}) "\\n" {self.mark(CLOSING)}')
-        return Grammar("\n".join([*rules, *map(arguments_rule, range(len(tools)), tools)]), has_marks=True)
+        call = f'call: opening "\\n" ({calls}) "\\n" {self.mark(CLOSING)}'
+        arguments = map(arguments_rule, range(len(tools)), tools)
+        return "\n".join([*self.marked(OPENING, choice, between='"\\n"'), call, *arguments])
 
-    def parser(self) -> Parser:
+    def parser(self, tools: Sequence[Tool]) -> Parser:
         return HermesParser(self.specials)
 
 

@@ -8,23 +8,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from icejax.serving.tools.events import Event, Text
-from icejax.serving.tools.form import Form, Parser, Tool, arguments_rule, call_rule, one_or_several
+from icejax.serving.tools.form import Choice, Form, Parser, Tool, arguments_rule, call_rule, one_or_several
 from icejax.serving.tools.json_values import SPACES, CallReader
 from icejax.serving.tools.marked import MarkedParser
-from icejax.text.grammar.rules import Grammar
 
 PYTHON = "<|python_tag|>"
+SEPARATOR = '"; "'
+NO_OBJECT = r"\s*([^\s{](?s:.*))?"  # text that cannot be read as a call
 
 
 class Llama(Form):
     """An object with other keys than those of a call is text."""
 
-    def _calls(self, tools: Sequence[Tool], *, parallel: bool) -> Grammar:
+    def _rules(self, tools: Sequence[Tool], choice: Choice) -> str:
         calls = " | ".join(call_rule(i, tool, "parameters") for i, tool in enumerate(tools))
-        rules = ["answer: " + one_or_several("call", '"; "', parallel=parallel), f"call: {calls}"]
-        return Grammar("\n".join([*rules, *map(arguments_rule, range(len(tools)), tools)]), has_marks=True)
+        text = "" if choice.required else f" | /{NO_OBJECT}/"
+        answer = f"answer: {one_or_several('call', SEPARATOR, choice)}{text}"
+        return "\n".join([answer, f"call: {calls}", *map(arguments_rule, range(len(tools)), tools)])
 
-    def parser(self) -> Parser:
+    def parser(self, tools: Sequence[Tool]) -> Parser:
         return LlamaParser(self.specials)
 
 

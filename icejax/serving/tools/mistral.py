@@ -10,13 +10,13 @@ import hashlib
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from icejax.serving.tools.events import Event, Text
-from icejax.serving.tools.form import Form, Parser, Tool, arguments_rule, call_rule, one_or_several
+from icejax.serving.tools.form import Choice, Form, Parser, Tool, arguments_rule, call_rule, one_or_several
 from icejax.serving.tools.json_values import SPACES, ArgumentsReader
 from icejax.serving.tools.marked import MarkedParser
-from icejax.text.grammar.rules import Grammar, literal
+from icejax.text.grammar.rules import literal
 
 OPENING, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 NAMED = re.compile(r"\s*([\w.:/-]+)(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\]\s*|\s*(?=\{))")
@@ -32,19 +32,19 @@ class Mistral(Form):
 
     named: bool = False
 
-    def _calls(self, tools: Sequence[Tool], *, parallel: bool) -> Grammar:
-        opening, rules = self.mark(OPENING), [arguments_rule(i, tool) for i, tool in enumerate(tools)]
+    def _rules(self, tools: Sequence[Tool], choice: Choice) -> str:
         if self.named:
             between = self.mark(ARGUMENTS) if ARGUMENTS in self.tokens else '""'
-            call = " | ".join(f"{literal(tool.name)} {between} arguments{i}" for i, tool in enumerate(tools))
-            answer = "answer: " + one_or_several("one", '""', parallel=parallel) + f"\none: {opening} ({call})"
+            one = " | ".join(f"{literal(tool.name)} {between} arguments{i}" for i, tool in enumerate(tools))
+            rules = [*self.marked(OPENING, choice, between='""'), f"call: opening ({one})"]
         else:
-            call = " | ".join(call_rule(i, tool, "arguments") for i, tool in enumerate(tools))
-            ones = one_or_several("one", '", "', parallel=parallel)
-            answer = f'answer: {opening} " "? "[" {ones} "]"\none: {call}'
-        return Grammar("\n".join([answer, *rules]), has_marks=True)
+            one = " | ".join(call_rule(i, tool, "arguments") for i, tool in enumerate(tools))
+            ones = one_or_several("one", '", "', choice)
+            rules = self.marked(OPENING, replace(choice, parallel=False), between='""')
+            rules += [f'call: opening " "? "[" {ones} "]"', f"one: {one}"]
+        return "\n".join([*rules, *map(arguments_rule, range(len(tools)), tools)])
 
-    def parser(self) -> Parser:
+    def parser(self, tools: Sequence[Tool]) -> Parser:
         return MistralParser(self.specials)
 
     def new_id(self) -> str:

@@ -13,11 +13,15 @@ from tests.helpers import small_tokenizers
 
 HARMONY = ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"]
 TOOL = Tool(name="he", parameters={"properties": {"a": {"type": "integer"}}, "required": ["a"]})
+STRICT = Tool(name=TOOL.name, parameters=TOOL.parameters, strict=True)
+XML = "<tool_call>\n<function=he>\n<parameter=a>\n12\n</parameter>\n</function>\n</tool_call>"
 HEADER, JSON = "<|channel|>commentary to=functions.he <|constrain|>json<|message|>", '{"a": 12}'
 # added tokens, template, form, a call
 MODELS = [
     (["<tool_call>", "</tool_call>"], "{{ tools }}<tool_call>", "Hermes", f'<tool_call>\n{{"name": "he", "arguments": {JSON}}}\n</tool_call>'),
     ([], "{{ tools }}<tool_call>", "Hermes", f'<tool_call>\n{{"name": "he", "arguments": {JSON}}}\n</tool_call>'),
+    (["<tool_call>", "</tool_call>"], "{{ tools }}<tool_call><function=<parameter=", "QwenCoder", XML),
+    ([], "{{ tools }}<tool_call><function=<parameter=", "QwenCoder", XML),
     (["<|python_tag|>"], "{{ tools }} ipython", "Llama", f'{{"name": "he", "parameters": {JSON}}}'),
     (["[TOOL_CALLS]"], "{{ tools }}[TOOL_CALLS]", "Mistral", f'[TOOL_CALLS] [{{"name": "he", "arguments": {JSON}}}]'),
     (["[TOOL_CALLS]", "[ARGS]"], "{{ tools }}[TOOL_CALLS][ARGS]", "Mistral", f"[TOOL_CALLS]he[ARGS]{JSON}"),
@@ -49,7 +53,37 @@ def test_a_form_is_recognised_and_its_marks_are_tokens(marks, template, form, ca
     assert matcher.over and {known.tokens[mark] for mark in marks if mark in call} <= {*tokens}
 
 
-@pytest.mark.parametrize("template", [None, "plain", "{{ tools }}", "<tool_call> alone", "{{ tools }}<tool_call><function=f>"])
+@pytest.mark.parametrize("marks, template, form, call", MODELS[:-2])
+def test_calls_of_a_strict_tool_follow_its_schema_and_text_is_free(marks, template, form, call):
+    pytest.importorskip("llguidance")
+    tokenizer = tokenizer_of(marks, template)
+    known = form_of(tokenizer)
+
+    def allows(*parts: str, parallel: bool = True) -> bool:
+        grammar = known.grammar([STRICT], Choice(parallel=parallel))
+        matcher = compiled(grammar, tokenizer, [5], eos=(2,), vocabulary=len(tokenizer))
+        for token in [id for part in parts for id in tokenizer(part, add_special_tokens=False)["input_ids"]]:
+            if not matcher.mask[token // 32] >> (token % 32) & 1:
+                return False
+            matcher.take(token)
+        return bool(matcher.mask[0] >> 2 & 1) or matcher.over
+
+    before = "" if form == "Llama" else "he said\n"  # whose calls stand at the beginning
+    assert allows("he < [o") and allows(before + call) and allows(call)
+    assert not allows(before, call.replace("12", '"b"')) and not allows(before, call.replace("12", "1.5"))
+    assert not allows(before + call.partition("12")[0])
+    if form != "Llama":
+        assert allows(call + "\nhe") and not allows(call, call, parallel=False)
+    if form != "Mistral" or known.named:
+        assert allows(call, {"Llama": "; ", "Mistral": ""}.get(form, "\n"), call)
+    if form != "Llama" and marks:
+        assert not allows(*marks[0])  # the mark, in pieces
+
+
+@pytest.mark.parametrize(
+    "template",
+    [None, "plain", "{{ tools }}", "<tool_call> alone", "{{ tools }}<function=f>", "{{ tools }}<tool_call><function=f>"],
+)
 def test_other_templates_have_no_form(template):
     assert form_of(tokenizer_of([], template)) is None
 

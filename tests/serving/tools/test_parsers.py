@@ -6,15 +6,17 @@ import re
 
 import pytest
 
+from icejax.checks.errors import InputError
 from icejax.serving.tools.events import CallArguments, CallBegin, CallEnd, Text
 from icejax.serving.tools.form import Choice, Tool, joined
 from icejax.serving.tools.harmony import Harmony
 from icejax.serving.tools.hermes import Hermes
 from icejax.serving.tools.llama import Llama
 from icejax.serving.tools.mistral import Mistral
+from icejax.serving.tools.qwen_coder import QwenCoder
 from icejax.text.reasoning import Harmony as Channels
 
-FORMS = {form.__name__.lower(): form(tokens={}, specials={}) for form in (Hermes, Llama, Mistral, Harmony)}
+FORMS = {form.__name__.lower(): form(tokens={}, specials={}) for form in (Hermes, Llama, Mistral, Harmony, QwenCoder)}
 SPECIAL = re.compile(r"(<\|[^<>|]+\|>|\[TOOL_CALLS\](?! \})|\[ARGS\]|\[CALL_ID\])")
 OSLO, ROME = '{"city": "Oslo", "days": [1, {"a": null}]}', '{"city": "Rome"}'
 TRICKY = json.dumps({"text": 'a </tool_call> \\" [TOOL_CALLS] }] {"name": "x"} é\n'})
@@ -23,6 +25,24 @@ TRICKY = json.dumps({"text": 'a </tool_call> \\" [TOOL_CALLS] }] {"name": "x"} �
 def call(index, name, arguments):
     return [CallBegin(index, name), CallArguments(index, arguments), CallEnd(index)]
 
+
+def xml(name: str, **values: str) -> str:
+    """Returns a call in Qwen3-Coder's form."""
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+TYPED = {
+    "properties": {
+        "text": {"type": "string"},
+        "days": {"type": "integer"},
+        "rain": {"type": "boolean"},
+        "list": {"$ref": "#/$defs/list"},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "$defs": {"list": {"type": "array"}},
+}
+CODE = 'if a < b:\n    "</param>"\n\n<tool_call>\\ é'
 
 # form, answer, events
 TRANSCRIPTS = [
@@ -80,6 +100,30 @@ TRANSCRIPTS = [
         [Text("I look."), *call(0, "f", TRICKY)],
     ),
     ("harmony", "<|channel|>final<|message|>to=functions.f {}", [Text("to=functions.f {}")]),
+    ("qwencoder", xml("typed", text=CODE), call(0, "typed", json.dumps({"text": CODE}, ensure_ascii=False))),
+    (
+        "qwencoder",
+        "I look.\n"
+        + xml("typed", text="5", days="5", rain="True", list='[1, "a"]', maybe="None")
+        + "\n"
+        + xml("f", x="a")
+        + "\nDone.",
+        [
+            Text("I look."),
+            *call(0, "typed", '{"text": "5", "days": 5, "rain": true, "list": [1, "a"], "maybe": null}'),
+            *call(1, "f", '{"x": "a"}'),
+            Text("\nDone."),
+        ],
+    ),
+    ("qwencoder", xml("typed", maybe="5", days="few"), call(0, "typed", '{"maybe": "5", "days": "few"}')),
+    ("qwencoder", "<tool_call><function=f></function></tool_call>", call(0, "f", "{}")),
+    ("qwencoder", xml("typed", text=""), call(0, "typed", '{"text": ""}')),
+    ("qwencoder", "<tool_call>\n{}\n</tool_call>", [Text("<tool_call>\n{}\n</tool_call>")]),
+    (
+        "qwencoder",
+        xml("typed", text="ab").partition("b")[0],
+        [CallBegin(0, "typed"), CallArguments(0, '{"text": "a'), CallEnd(0)],
+    ),
 ]
 
 
@@ -98,7 +142,11 @@ def pieces_of(answer: str, cuts: tuple[int, ...]) -> list[tuple[str, str | None]
 
 def parsed(form: str, pieces) -> list:
     """Returns the events of an answer; harmony's pieces go through the reader of channels, as in an engine's row."""
-    parser, channels, events = FORMS[form].parser(), Channels(header="", begun="header"), []
+    parser, channels, events = (
+        FORMS[form].parser([Tool(name="typed", parameters=TYPED)]),
+        Channels(header="", begun="header"),
+        [],
+    )
     for text, special in pieces:
         if form == "harmony":
             text = channels.take(text, special).text
@@ -160,8 +208,29 @@ def test_a_grammar_allows_calls_that_follow_their_schemas_alone(form, opening, b
     assert form.grammar(TOOLS, Choice()) is None
 
 
+def test_a_grammar_of_parameters_follows_their_types():
+    llguidance = pytest.importorskip("llguidance")
+    tokens = llguidance.LLTokenizer("byte")
+    properties = TYPED["properties"] | {"kind": {"enum": ["a", "b"]}}
+    tools = [Tool(name="typed", parameters=TYPED | {"properties": properties, "required": ["text"]}), Tool(name="f")]
+    rules = FORMS["qwencoder"].grammar(tools, Choice(required=True, parallel=False)).rules
+
+    def allows(text: str) -> bool:
+        matcher = llguidance.LLMatcher(tokens, llguidance.LLMatcher.grammar_from_lark(f"start: answer\n{rules}"), log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher.try_consume_tokens([*text.encode()]) == len(text.encode()) and matcher.is_accepting()
+
+    assert allows(xml("typed", text=CODE)) and allows(xml("f")) and not allows(xml("g")) and not allows(xml("typed"))
+    assert allows(xml("typed", text="", days="5", rain="true", list='[1, "a"]', maybe='"a"', kind="b"))
+    assert not allows(xml("typed", text="", days="five")) and not allows(xml("typed", text="", kind="c"))
+    assert not allows(xml("typed", text="", rain="True")) and not allows(xml("typed", text="", other="a"))
+    limited = Tool(name="f", parameters={"properties": {"a": {"type": "string", "pattern": "b"}}}, strict=True)
+    with pytest.raises(InputError, match="'a' of f has 'pattern', which no grammar of Qwen3-Coder's calls follows"):
+        FORMS["qwencoder"].grammar([limited], Choice())
+
+
 def test_arguments_come_as_they_are_written():
-    parser = FORMS["hermes"].parser()
+    parser = FORMS["hermes"].parser([])
     parser.take('<tool_call>{"name": "f", "arguments"')
     assert parser.take(': {"a": ') == [CallBegin(0, "f"), CallArguments(0, '{"a": ')]
     assert parser.take("1") == [CallArguments(0, "1")]
@@ -169,7 +238,7 @@ def test_arguments_come_as_they_are_written():
 
 
 def test_a_long_argument_takes_linear_time():
-    parser, size = FORMS["hermes"].parser(), 100_000
+    parser, size = FORMS["hermes"].parser([]), 100_000
     parser.take('<tool_call>{"name": "f", "arguments": {"a": "')
     events = [event for _ in range(size // 4) for event in parser.take("abc<")]
     assert sum(len(event.text) for event in events) == size
