@@ -26,6 +26,7 @@ class Knob:
         start, stride: the first place, and the length of the first stride.
         value: returns the option's value at a place.
         more: returns other options that differ from the policy's defaults, given the budget.
+        traced: whether the policy's state does not depend on the option, so that one program can serve all its values.
     """
 
     option: str
@@ -35,6 +36,7 @@ class Knob:
     stride: float
     value: Callable[[float], float]
     more: Callable[[int], dict[str, int]] = lambda tokens: {}
+    traced: bool = True
 
     def options(self, at: float, tokens: int) -> dict[str, float]:
         """Returns the policy's options at a place."""
@@ -45,13 +47,14 @@ class Knob:
 KNOBS = {
     "topp": Knob("mass", -6, 12, 0, 1, lambda at: 1 / (1 + math.exp(-at))),
     "magicpig": Knob(
-        "tables", math.log(2), math.log(2048), math.log(192), 0.5, lambda at: round(math.exp(at)), lambda n: dict(budget=2 * n)
+        "tables", math.log(2), math.log(2048), math.log(192), 0.5, lambda at: round(math.exp(at)), lambda n: dict(budget=2 * n),
+        traced=False,
     ),
     # Beside 4 sinks and a window of 16, top tokens get half of the budget, and the sample the other half on average.
     "vattention": Knob(
         "epsilon", 0, 8, 1, 0.5, lambda at: math.exp(-at), lambda n: dict(budget=2 * n, top=max(1, (n - 20) // 2))
     ),
-}
+}  # fmt: skip
 
 
 def _kept(budget: int, length: int) -> dict[str, int]:
