@@ -439,6 +439,7 @@ FAULTS = (
     ("../bench/engine/bars.py", "ratio >= self.bound if", "ratio <= self.bound if", "bench/test_bench_engine.py::test_the_median_ratio_is_held_against_the_bar"),
     ("../bench/engine/prefill.py", "later > start and", "earlier > start and", "bench/test_bench_engine.py::test_gaps_are_those_that_a_span_of_time_touches"),
     ("../bench/compare/forced.py", "(np.exp(p) * (p - q))", "(np.exp(q) * (p - q))", "bench/test_bench_forced.py::test_divergence_is_that_of_two_distributions"),
+    ("../bench/compare/subject.py", "value in options.items() if hasattr", "value in () if hasattr", "bench/test_bench_forced.py::test_one_program_counts_the_tokens_of_every_value_of_an_option[topp]"),
     ("../bench/compare/forced_page.py", "size=(RESAMPLES, len(totals))", "size=(RESAMPLES, 1)", "bench/test_bench_forced.py::test_an_interval_is_that_of_texts"),
     ("../bench/texts.py", "both[len(tokens) : len(tokens) + CONTINUED]", "both[len(tokens) + 1 : len(tokens) + CONTINUED]", "bench/test_bench_texts.py::test_a_text_holds_the_answers_to_its_questions"),
     ("../bench/humaneval.py", "default=len(text)", "default=0", "bench/test_bench_humaneval.py::test_a_completion_ends_with_the_function"),

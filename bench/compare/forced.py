@@ -19,7 +19,7 @@ import collections
 import dataclasses
 import functools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +82,16 @@ class Forced(Subject):
 
     def measured(self, asked: Asked) -> Measured:
         """Reads a text with its question, and returns the errors of the steps of the continuation."""
-        self.read(asked.before.tokens, asked.before.under(self._plan))
+        self.read_question(asked)
         return self.measure(asked.answered, steps=len(asked.continuation) - 1)
+
+    def read_question(self, asked: Asked) -> None:
+        """Reads a text with its question."""
+        self.read(asked.before.tokens, asked.before.under(self._plan))
+
+    def attended(self, measured: Measured) -> float:
+        """Returns the mean number of tokens that a query head attends to exactly, in the layers whose errors count."""
+        return float(measured.tokens[:, self.layers, 0].mean())
 
     def figures(self, asked: Asked) -> dict[str, float]:
         """Returns `FIGURES` of a question."""
@@ -97,7 +105,7 @@ class Forced(Subject):
             kl=divergence(exact, logits).mean(),
             agreement=(best == exact.argmax(-1)).mean(),
             right=[asked.before.next, *best.tolist()] == asked.continuation,
-            attended=measured.tokens[:, self.layers, 0].mean(),
+            attended=self.attended(measured),
         )
         return {name: float(f"{value:.5g}") for name, value in figures.items()} | self.bytes_16(fetched)
 
@@ -152,6 +160,7 @@ def run(
     old_lines = lines(path)
     for length in lengths:
         for group in groups(model, length, tasks, questions):
+            adaptive = Adaptive(model, tokenizer, length)
             documents = {text: _document(tokenizer, *text, length=length) for text in group}
             crcs = {text: zlib.crc32(repr(document).encode()) for text, document in documents.items()}
             asked: dict[tuple[str, int], list[Asked]] = {}
@@ -166,7 +175,7 @@ def run(
                                 asked[text] = [Asked.of(exact, question) for question in document.questions]
                             if subject is None:
                                 known = [line for line in old_lines.values() if line["model"] == name]
-                                options = _searched(contender, model, tokenizer, length, known)
+                                options = adaptive.options(contender, known)
                                 policy = make_policy(contender.name, options) if options else contender.policy
                                 subject = Forced(model, policy, length=length)
                             line = dict(zip(KEY, key, strict=True)) | dict(tokens=contender.tokens, crc=crc, options=options)
@@ -195,24 +204,54 @@ def _document(tokenizer: Any, task: str, number: int, *, length: int) -> texts.D
     return texts.document(tokenizer, task, tokens=length - SHORT, number=number)
 
 
-def _searched(contender: Contender, model: CausalLM, tokenizer: Any, length: int, known: list[dict]) -> dict[str, float]:
-    """Returns the options of an adaptive policy that attends to the budget on a text of no table; none for other policies.
+class Adaptive:
+    """Options of adaptive policies that attend to the budget on a text of no table, which all searches share."""
 
-    Args:
-        known: lines of the same model, whose options are used again.
-    """
-    if contender.name not in tuned.KNOBS:
-        return {}
-    for line in known:
-        if (line["policy"], line["budget"], line["length"]) == (contender.name, contender.asked, length) and line["options"]:
-            return line["options"]
-    document = _document(tokenizer, texts.TASKS[0], texts.FAR, length=length)
-    asked = Asked.of(Text.read(model, document.tokens), document.questions[0])
-    return tuned.search(
-        tuned.KNOBS[contender.name],
-        contender.tokens,
-        lambda options: Forced(model, make_policy(contender.name, options), length=length).figures(asked)["attended"],
-    )
+    def __init__(self, model: CausalLM, tokenizer: Any, length: int) -> None:
+        self._model, self._tokenizer, self._length = model, tokenizer, length
+
+    def options(self, contender: Contender, known: list[dict]) -> dict[str, float]:
+        """Returns the options of an adaptive policy; none for other policies.
+
+        Args:
+            known: lines of the same model, whose options are used again.
+        """
+        if contender.name not in tuned.KNOBS:
+            return {}
+        key = contender.name, contender.asked, self._length
+        for line in known:
+            if (line["policy"], line["budget"], line["length"]) == key and line["options"]:
+                return line["options"]
+        knob = tuned.KNOBS[contender.name]
+        try:
+            return tuned.search(knob, contender.tokens, (self._by_number if knob.traced else self._by_policy)(contender))
+        finally:
+            jax.clear_caches()  # a search may compile a program for each of its trials
+
+    @functools.cached_property
+    def _asked(self) -> Asked:
+        document = _document(self._tokenizer, texts.TASKS[0], texts.FAR, length=self._length)
+        return Asked.of(Text.read(self._model, document.tokens), document.questions[0])
+
+    def _by_number(self, contender: Contender) -> Callable[[dict[str, float]], float]:
+        """Returns the function from options to attended tokens, of one program that takes the option as a number."""
+        knob, asked = tuned.KNOBS[contender.name], self._asked
+        policy = make_policy(contender.name, knob.options(knob.start, contender.tokens))
+        subject = Forced(self._model, policy, length=self._length)
+        subject.read_question(asked)
+
+        def attended(options: dict[str, float]) -> float:
+            number = {knob.option: options[knob.option]}
+            return subject.attended(subject.measure(asked.answered, len(asked.continuation) - 1, number))
+
+        return attended
+
+    def _by_policy(self, contender: Contender) -> Callable[[dict[str, float]], float]:
+        def attended(options: dict[str, float]) -> float:
+            subject = Forced(self._model, make_policy(contender.name, options), length=self._length)
+            return subject.attended(subject.measured(self._asked))
+
+        return attended
 
 
 def lines(path: Path) -> dict[tuple, dict]:

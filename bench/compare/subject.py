@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -65,11 +66,12 @@ class Subject(Reader):
         jax.block_until_ready(self._state)
         self.kept_s = time.perf_counter() - started
 
-    def measure(self, text: Text, steps: int = STEPS) -> Measured:
+    def measure(self, text: Text, steps: int = STEPS, options: Mapping[str, float] | None = None) -> Measured:
         """Returns errors of the first tokens after the taken text; `text` is the same text with these tokens behind it.
 
         Args:
             steps: most tokens, at most 16, because no page leaves the window here.
+            options: replace options of the policy on which its state does not depend; one program serves all their values.
         """
         cache, by_step = self._state.cache, []
         first, table = int(cache.lengths.seen[0]), cache.table
@@ -77,7 +79,7 @@ class Subject(Reader):
             states, shared, values = [], None, []
             for i, (layer, behind) in enumerate(zip(self._model.model.layers, text.behind, strict=True)):
                 pages, index = self._plan.pages(i, self._pool, table), np.int32(position - text.base)
-                inputs = layer, cache.layers[i], behind, index, cache.lengths, pages, shared
+                inputs = layer, cache.layers[i], behind, index, cache.lengths, pages, shared, options or {}
                 state, shared, *layer_values = _probe(*inputs, policy=self._plan.policies[i])
                 states.append(state)
                 values.append(layer_values)
@@ -117,10 +119,13 @@ def _probe(
     lengths: Lengths,
     pages: PoolLayer | None,
     shared,
+    options: Mapping[str, float],
     *,
     policy: CachePolicy,
 ):
     """Decodes the token number `index` after the text in one layer; returns its state, what it shares, and its `Measured`."""
+    policy = copy.copy(policy)
+    vars(policy).update((name, value) for name, value in options.items() if hasattr(policy, name))  # unchecked: they are traced
     heads, (exact, _) = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1, axis=1), behind)
     token_heads = Heads(*heads, jnp.ones(1, jnp.int32), layer.scoring)
     outcome = policy.decode(state, token_heads, view_of(layer, lengths, lengths.seen + 1, pages, shared))

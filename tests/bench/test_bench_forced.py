@@ -8,8 +8,8 @@ import pytest
 
 from bench import texts
 from bench.compare import __main__ as compare
-from bench.compare import forced, forced_page, model
-from bench.compare.forced import Asked, Forced
+from bench.compare import cells, forced, forced_page, model, tuned
+from bench.compare.forced import Adaptive, Asked, Forced
 from bench.compare.text import Text
 from icejax.cache.registry import Q8_0, Clustered, Full, Streaming
 from tests import tolerances
@@ -121,6 +121,22 @@ def test_layers_with_a_window_attend_to_it(tmp_path):
         for x, y in zip((*heads, attended.out), (*other_heads, other.out), strict=True):
             np.testing.assert_allclose(x[:, :20], y[:, 130:150], rtol=0, atol=tolerances.LOGITS)
     assert Forced(gemma, Q8_0(), length=256).layers == [i for i, window in enumerate(gemma.config.windows) if window is None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["topp", "vattention"])
+def test_one_program_counts_the_tokens_of_every_value_of_an_option(name, ours, asked):
+    """As many as policies attend to that have these values from the start."""
+    (contender,), _ = cells.contenders([name], ["64"], LENGTH)
+    adaptive = Adaptive(ours, None, LENGTH)
+    vars(adaptive)["_asked"] = asked  # instead of a text of the standard library
+    by_number, by_policy = adaptive._by_number(contender), adaptive._by_policy(contender)
+    knob, counts = tuned.KNOBS[name], []
+    for place in (knob.start, knob.start + 3):
+        options = knob.options(place, 64)
+        counts.append(by_number(options))
+        assert counts[-1] == pytest.approx(by_policy(options), rel=1e-6)
+    assert counts[0] < 0.9 * counts[1]
 
 
 @pytest.fixture

@@ -171,3 +171,6 @@ def test_the_cache_itself_runs_at_tolerances(words, capsys):
     assert (exact["look"], coded["look"]) == (None, 4)
     assert 0 < coded["error"] < 0.05 and coded["within"] == 1.0 and coded["error"] <= coded["largest"]
     assert 40 < coded["attended"] < exact["attended"] <= 1024 and coded["ratio"] > 0.5
+    for row in (exact, coded):  # all questions of both texts are asked, so more than 16 steps of each task's three
+        by_task = row["coverage_function"], row["coverage_value"]
+        assert row["steps"] > 3 * 16 and min(by_task) <= row["coverage"] <= max(by_task)

@@ -6,6 +6,7 @@ The reference for icejax's reader of GGUF. Values, order of rows and norms are t
 from __future__ import annotations
 
 import math
+import zlib
 from pathlib import Path
 
 import gguf
@@ -19,6 +20,11 @@ from icejax.checkpoint.gguf import tokenizer_files
 # Hugging Face's model type -> llama.cpp's architecture, where the names differ.
 ARCHITECTURES = {"mistral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss"}
 NO_TOKENIZER = {"tokenizer_config.json": "{}"}
+# Type -> places of float16 numbers in a block.
+HALVES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (),
+}  # fmt: skip
 
 
 def without_tokenizers(monkeypatch) -> None:
@@ -38,7 +44,8 @@ def write(
     """Writes `model` as a GGUF file, matrices in type `kind`, and gives the model the weights that the file then holds.
 
     Args:
-        kind: type of the matrices whose rows its blocks divide; others stay float32.
+        kind: type of the matrices whose rows its blocks divide; others stay float32. Of a type that the package does not
+            quantise the blocks are random, of the matrix's deviation.
         vocabulary: values of a tokenizer and its chat template, by key; None: the file has no tokenizer.
         leave_out: values that the file does not have, without the architecture's prefix.
         changes: values with the architecture's prefix, to add or to replace.
@@ -63,12 +70,13 @@ def write(
         numbers, stored_in = parameter.float().numpy(), GGMLQuantizationType.F32
         if numbers.ndim > 1 and not key.endswith("bias") and "router" not in key and "mlp.gate.weight" not in key:
             turned = config.model_type == "gpt_oss" and key.endswith("_proj") and numbers.ndim == 3  # [E, I, O]
-            numbers, stored_in = _coded(numbers.swapaxes(1, 2) if turned else numbers, kind)
-            numbers = numbers.swapaxes(1, 2) if turned else numbers
+            blocks, stored_in = _coded(numbers.swapaxes(1, 2) if turned else numbers, kind)
+            held = quants.dequantize(blocks, stored_in)
+            numbers, held = (x.swapaxes(1, 2) if turned else x for x in (blocks, held))
             with torch.no_grad():
-                parameter.copy_(torch.from_numpy(numbers))
+                parameter.copy_(torch.from_numpy(held))
         for name, part in _stored(config, names, key, numbers):
-            writer.add_tensor(name, quants.quantize(np.ascontiguousarray(part), stored_in), raw_dtype=stored_in)
+            writer.add_tensor(name, np.ascontiguousarray(part), raw_dtype=stored_in)
     for name, vector in _rope_tensors(config):
         writer.add_tensor(name, np.array(vector, np.float32))
     writer.write_header_to_file()
@@ -83,12 +91,26 @@ def _add(writer: gguf.GGUFWriter, key: str, value: object) -> None:
     add.get(type(value), writer.add_array)(key, value)
 
 
+def random_blocks(kind: str, shape: tuple[int, ...], *, factor: float = 1.0, seed: int = 0) -> np.ndarray:
+    """Returns the blocks u8[..., bytes of a row] of a matrix of any codes, whose float16 numbers are normal times a factor."""
+    rng, (block, size) = np.random.default_rng(seed), gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    blocks = rng.integers(0, 256, (math.prod(shape) // block, size), np.uint8)
+    for at in HALVES[kind]:
+        blocks[:, at : at + 2] = (factor * rng.standard_normal((len(blocks), 1))).astype("<f2").view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
 def _coded(numbers: np.ndarray, kind: str) -> tuple[np.ndarray, GGMLQuantizationType]:
-    """Returns the numbers that a type makes of a matrix, and the type; float32 where its blocks do not divide the rows."""
+    """Returns the rows of a matrix in a type, and the type; float32 where its blocks do not divide the rows."""
     number = GGMLQuantizationType[kind]
     if numbers.shape[-1] % gguf.GGML_QUANT_SIZES[number][0]:
         return numbers, GGMLQuantizationType.F32
-    return quants.dequantize(quants.quantize(numbers, number), number), number
+    try:
+        return quants.quantize(numbers, number), number
+    except NotImplementedError:
+        form = dict(shape=numbers.shape, seed=zlib.crc32(np.ascontiguousarray(numbers)))
+        factor = numbers.std() / quants.dequantize(random_blocks(kind, **form), number).std()
+        return random_blocks(kind, factor=factor, **form), number
 
 
 def _values(config: hf.PreTrainedConfig) -> dict:

@@ -21,15 +21,17 @@ from tests.helpers import families, gguf_files
 from tests.helpers.run import all_logits, greedy, jitted
 
 ROWS, COLUMNS = 5, 512
-# Type -> places of float16 numbers in a block, dtype of the codes, their bits in memory, whether there is an offset.
+# Type -> dtype of the codes, and whether there is an offset.
 FORMS = {
-    "Q4_0": ([0], "int4", False), "Q4_1": ([0, 2], "int4", True), "Q5_0": ([0], "int8", False), "Q5_1": ([0, 2], "int8", True),
-    "Q8_0": ([0], "int8", False), "Q4_K": ([0, 2], "int4", True), "Q5_K": ([0, 2], "int8", True), "Q6_K": ([208], "int8", False),
-    "IQ4_NL": ([0], "int8", False), "IQ4_XS": ([0], "int8", False), "MXFP4": ([], "float4_e2m1fn", False),
+    "Q4_0": ("int4", False), "Q4_1": ("int4", True), "Q5_0": ("int8", False), "Q5_1": ("int8", True), "Q8_0": ("int8", False),
+    "Q4_K": ("int4", True), "Q5_K": ("int8", True), "Q6_K": ("int8", False), "IQ4_NL": ("int8", False), "IQ4_XS": ("int8", False),
+    "MXFP4": ("float4_e2m1fn", False),
 }  # fmt: skip
 GPT_OSS = dict(
     swiglu_limit=7.0, swiglu_alpha=1.702, layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2
 )  # fmt: skip
+# Of these types the package writes none: the blocks are random.
+BLOCKS_OF_256 = dict(hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
 
 
 @pytest.fixture(autouse=True)
@@ -39,25 +41,23 @@ def no_tokenizers(monkeypatch):
 
 def random_blocks(kind: str) -> np.ndarray:
     """Returns the bytes of a matrix [ROWS, COLUMNS] of any codes and ordinary scales; the first rows have scales of 0."""
-    rng, number = np.random.default_rng(0), GGMLQuantizationType[kind]
-    block, size = gguf.GGML_QUANT_SIZES[number]
-    stored = rng.integers(0, 256, (ROWS * COLUMNS // block, size), np.uint8)
-    for at in FORMS[kind][0]:
-        stored[:, at : at + 2] = rng.standard_normal((len(stored), 1)).astype("<f2").view(np.uint8)
-    if FORMS[kind][2]:
-        stored[: COLUMNS // block, 0:2] = 0
+    stored = gguf_files.random_blocks(kind, (ROWS, COLUMNS))
+    block, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    if FORMS[kind][1]:
+        stored.reshape(-1, size)[: COLUMNS // block, 0:2] = 0
     if kind == "MXFP4":
-        stored[:, 0] = rng.integers(110, 140, len(stored))
-    return stored.reshape(ROWS, -1)
+        blocks = stored.reshape(-1, size)
+        blocks[:, 0] = np.random.default_rng(1).integers(110, 140, len(blocks))
+    return stored
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", FORMS)
 def test_codes_are_the_weights_that_the_package_makes(kind):
     """To the bit without an offset; with one, to the rounding of float32 beside the offset."""
     stored = random_blocks(kind)
     expected = quants.dequantize(stored, GGMLQuantizationType[kind])
     matrix = Blocks(kind=kind).codes((ROWS, COLUMNS), {"weight": stored})
-    _, codes, offset = FORMS[kind]
+    codes, offset = FORMS[kind]
     assert matrix.codes.dtype == (np.int8 if codes == "int4" else codes) and (matrix.zero is not None) == offset
     if codes == "int4":
         assert matrix.bits == 4 and matrix.codes.min() == -8 and matrix.codes.max() == 7
@@ -100,6 +100,11 @@ def reference(model, prompt) -> np.ndarray:
         pytest.param("phi3-window", "Q8_0", {}, marks=pytest.mark.slow),
         pytest.param("gpt_oss-plain", "MXFP4", GPT_OSS, marks=pytest.mark.slow),
         pytest.param("gpt_oss-plain", "Q4_1", GPT_OSS, marks=pytest.mark.slow),
+        pytest.param("llama-gqa", "Q4_K", BLOCKS_OF_256, marks=pytest.mark.slow),
+        pytest.param("qwen3-plain", "Q5_K", BLOCKS_OF_256, marks=pytest.mark.slow),
+        pytest.param("qwen2-tied", "Q6_K", BLOCKS_OF_256, marks=pytest.mark.slow),
+        pytest.param("qwen3-plain", "IQ4_NL", BLOCKS_OF_256, marks=pytest.mark.slow),
+        pytest.param("mistral-window", "IQ4_XS", BLOCKS_OF_256, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_models_of_codes_have_transformers_logits(name, kind, changes, tmp_path, caplog):
@@ -128,14 +133,15 @@ def test_text_from_codes_equals_transformers(tmp_path):
 
 
 def test_four_bits_stay_four_bits_on_an_accelerator():
-    for kind, (_, codes, _) in FORMS.items():
+    assert FORMS.keys() == TYPES.keys()
+    for kind, (codes, _) in FORMS.items():
         matrix = Blocks(kind=kind).codes((ROWS, COLUMNS), {"weight": random_blocks(kind)})
         mapping = TensorMapping(("x",), (ROWS, COLUMNS), experts=1)
         parts = mapping.join([matrix], dtype=np.dtype(np.float32), codes=True, on_cpu=False)
         assert parts.codes.dtype == np.dtype(getattr(ml_dtypes, codes) if "4" in codes else codes), kind
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", FORMS)
 def test_on_a_cpu_the_same_weights_come_by_rows(kind):
     matrix = Blocks(kind=kind).codes((ROWS, COLUMNS), {"weight": random_blocks(kind)})
     parts = TensorMapping(("x",), (ROWS, COLUMNS)).join([matrix], dtype=np.dtype(np.float32), codes=True, on_cpu=True)

@@ -11,7 +11,7 @@ from tests.helpers.greedy_text import NEW_TOKENS, PROMPT_TOKENS, text_after
 HOME = Path("~/.cache/icejax/published").expanduser()  # the user's cache, so that a file is fetched once
 
 
-@pytest.mark.slow
+@pytest.mark.published
 @pytest.mark.parametrize("name", published.MODELS)
 def test_greedy_text_is_transformers(name, monkeypatch):
     """Of the file itself and of the folder that transformers' own reader makes of it, on the same token ids."""
