@@ -113,7 +113,7 @@ def abstract_model(
 
     Raises:
         InputError: the model cannot be cut for the mesh.
-    """  # fmt: skip
+    """
     raw = shapes.raw_config(name, layers=layers)
     config = family(raw).read_config(raw)
     check_mesh(config, mesh)
@@ -208,7 +208,7 @@ def decode_step(
 
     Raises:
         InputError: there is no such backend, or the platform cannot run the policy.
-    """  # fmt: skip
+    """
     if backend is not None and backend not in BACKENDS:
         raise InputError(f"--fetch-backend must be of {', '.join(BACKENDS)}, got {backend!r}{suggestion(backend, BACKENDS)}")
     plan = make_plan(model, policy, platform=target.platform, batch_size=batch, prompt_tokens=context, new_tokens=new_tokens)

@@ -34,7 +34,7 @@ TEXT = """# One decode step on 1, 2, 4 and 8 devices
 * *device*, *host*: bytes that a step moves in the device's memory, and from host memory, where no page is there already.
 * *summed*: bytes of the arrays that a step sums over the devices, *sums*: how many such sums of activations.
 * *ms*: these bytes, or operations, at the peak rate of the link; nothing reaches it. *tokens/s*: of the longest of the four.
-  Starts of kernels and sums are not in it: at some 10 us for a sum of few bytes, 160 sums take 1.6 ms.
+  Starts of kernels and of sums are not in it: if a sum of few bytes takes 10 us, 160 of them take 1.6 ms.
 
 Peak rates:
 

@@ -11,8 +11,8 @@ OPTIONS: dict[str, dict[str, str | bool]] = {
         "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
     },
     "tpu": {
-        # Keys and values of few heads fit the memory near the cores. XLA:TPU would copy all of them there to append a token,
-        # and back, which moves twice the bytes that attention reads; weights, which it copies one way, have a ratio of 1.
+        # Keys and values of few heads fit the memory near the cores. XLA:TPU would copy them there to append a token, and back:
+        # twice the bytes that attention reads, a ratio of 0.5. Weights, which are copied one way, have a ratio of 1.
         "xla_tpu_msa_inefficient_use_to_copy_ratio": "0.75",
     },
 }
