@@ -118,8 +118,8 @@ def test_on_eight_devices_sums_alone_cross_and_the_pool_stays(case):
     assert sum(x["elements"] for x in report["collectives"]) <= 512 * tokens * 2 * layers + 3
     for x in report["collectives"]:
         assert x["opcode"] == "all-reduce" and not CACHE_SCOPES & set(x["scope"].split("/")), x
-    assert not report["pool_copies"] and report["host_temp_bytes"] < report["pool_bytes"] / 10
-    assert case[1] != "write" or report["alias_bytes"] >= report["pool_bytes"]
+    assert report["host_temp_bytes"] < report["pool_bytes"] / 10
+    assert report["alias_bytes"] >= report["pool_bytes"] if case[1] == "write" else not report["pool_copies"]
 
 
 @pytest.mark.slow
