@@ -69,7 +69,8 @@ def lines(found: list[dict[str, Any]]) -> Iterator[str]:
     used = [name for name in MACHINES if any(row["target"] == name for row in found)]
     versions = sorted({f"jax {row['jax']}, {row['plugin']}" for row in found if "jax" in row})
     yield TEXT.format(versions="; ".join(versions), sources="\n".join(f"* {MACHINES[name].sources}." for name in used))
-    counted = [row for row in found if "ms" in row and not row["whole"]]
+    checked = {key_of(row)[:-1] for row in found if row.get("whole")}
+    counted = [row for row in found if "ms" in row and key_of(row)[:-1] not in checked]
     for shape, context, target in dict.fromkeys((row["shape"], row["context"], row["target"]) for row in counted):
         yield f"## {shape}, {context:,} tokens, {MACHINES[target].title}\n"
         same = [row for row in counted if (row["shape"], row["context"], row["target"]) == (shape, context, target)]

@@ -118,16 +118,23 @@ def test_on_eight_devices_sums_alone_cross_and_the_pool_stays(case):
     assert sum(x["elements"] for x in report["collectives"]) <= 512 * tokens * 2 * layers + 3
     for x in report["collectives"]:
         assert x["opcode"] == "all-reduce" and not CACHE_SCOPES & set(x["scope"].split("/")), x
-    assert not report["pool_copies"] and report["host_temp_bytes"] < report["pool_bytes"] / 10
-    assert case[1] != "write" or report["alias_bytes"] >= report["pool_bytes"]
+    assert report["host_temp_bytes"] < report["pool_bytes"] / 10
+    assert report["alias_bytes"] >= report["pool_bytes"] if case[1] == "write" else not report["pool_copies"]
 
 
 @pytest.mark.slow
-def test_a_step_copies_no_values_of_a_device_with_one_kv_head():
-    line = "--target h100 --shape attention --layers 1 --devices 8 --context 131072 --cache full --whole"
-    (row,) = json_lines("h100", "bench.scale", *line.split())
-    assert row["temp_bytes"] < row["state_bytes"] / 10  # 3 MB; with a copy of the values 38
-    assert (row["sums"], row["other_collectives"]) == (2, 0)
+@pytest.mark.parametrize(
+    ("target", "options"), [("h100", "--shape attention --layers 1"), ("v5e", "--layers 2 --weights int4")]
+)
+def test_a_step_copies_no_keys_and_values_of_a_device_with_one_kv_head(target, options):
+    line = f"--target {target} {options} --devices 8 --context 131072 --cache full --whole"
+    (row,) = json_lines(target, "bench.scale", *line.split())
+    assert (row["sums"], row["other_collectives"]) == (2 * row["layers"], 0)
+    # With a copy of the values by XLA:GPU 38 MB, else 3.
+    assert row["temp_bytes"] < row["state_bytes"] / 10
+    # On a TPU keys and values could be copied near the cores and back: 0.9 of them more. Of the embedding a row is read.
+    embedding = 128256 * 8192 * 2 if target == "v5e" else 0
+    assert row["device_bytes"] < row["weight_bytes"] - embedding + 1.3 * row["state_bytes"]
 
 
 @pytest.mark.slow

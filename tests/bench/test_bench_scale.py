@@ -65,14 +65,16 @@ ROW = dict(
 def test_rows_replace_earlier_ones_and_make_the_page(tmp_path):
     labels = {name: ROW[name] for name in ("target", "devices", "weights", "shape")}
     left_out = labels | dict(context=None, cache=None, left_out="no room")
-    for row in (ROW | dict(sums=1), left_out, ROW, ROW | dict(whole=True, flops=2e9)):
+    small = ROW | dict(shape="attention", layers=6)
+    for row in (ROW | dict(sums=1), left_out, ROW, small, small | dict(whole=True, flops=2e9)):
         page.add(tmp_path, row)
     rows = [json.loads(line) for line in (tmp_path / "scale.jsonl").read_text().splitlines()]
-    assert len(rows) == 3 and ROW in rows
+    assert len(rows) == 4 and ROW in rows
     text = (tmp_path / "scale.md").read_text()
     assert "| 8 | int4 | clustered | 8.00 | 1.00 | 1 | yes | 5.00 | 1.0 | 9.00 | 8.0 | 5.0 | 160 | 2.50 |" in text
     assert "| 400 |" in text and "* llama-3.1-70b, int4 on 8 x h100: no room" in text  # tokens/s of 2.5 ms
-    assert "| llama-3.1-70b | 80 | 131,072 | 8 x h100 | clustered | 1.0000 | 1.0000 | 1.0000 | 1.0000 | 0.5000 |" in text
+    assert "| attention | 6 | 131,072 | 8 x h100 | clustered | 1.0000 | 1.0000 | 1.0000 | 1.0000 | 0.5000 |" in text
+    assert text.count("| 8 | int4 |") == 1  # steps that were compiled whole are checks alone
 
 
 @pytest.mark.parametrize(
