@@ -91,7 +91,8 @@ def _pictures(models, policy, _: str) -> dict:
         (answer,) = icejax.generate(model, Letters(), request, watch=explanation.watch, **options)
         pictures += [answer.attention, explanation.picture()]
     error = max(float(np.abs(picture.weights - pictures[0].weights).max()) for picture in pictures)
-    return dict(same_texts=error < 1e-3 < pictures[0].weights.max(), steps=[picture.steps for picture in pictures])
+    same = error < 1e-3 < float(pictures[0].weights.max())
+    return dict(same_texts=same, steps=[picture.steps for picture in pictures])
 
 
 def _answers(models, policy, _: str) -> dict:
