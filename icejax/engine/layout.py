@@ -91,8 +91,11 @@ def make_layout(
     spec = _with_pages(spec, policies, new_tokens, extends=extends, joins=batch_size > 1 and (joins or renewal > 0))
     _check(policies, spec, policy, config, platform)
     if mesh is not None:
-        for layer_policy in (x for x in policies if not x.by_head):
-            check_one_device(mesh, f"the cache {display_name(layer_policy)}")
+        for layer_policy in policies:
+            if not layer_policy.by_head:
+                check_one_device(mesh, f"the cache {display_name(layer_policy)}")
+            if spec.latent and layer_policy.evicts:  # each device would keep other tokens, by its own query heads
+                check_one_device(mesh, f"with latent attention the cache {display_name(layer_policy)}")
     return Layout(policies, spec, platform, _other_heads(config), renewal, mesh)
 
 

@@ -154,7 +154,7 @@ def check_mesh(config: ModelConfig, mesh: Mesh | None) -> None:
     sizes = (*counts, *_inner_sizes(config))
     fitting = [count for count in range(1, min(sizes) + 1) if all(size % count == 0 for size in sizes)]
     if mesh.heads not in fitting:
-        heads, inner = (" and ".join(map(str, sizes)) for sizes in (counts, _inner_sizes(config)))
+        heads, inner = (" and ".join(map(str, x)) for x in (counts, _inner_sizes(config)))
         listed = ", ".join(map(str, fitting))
         raise InputError(
             f"mesh {AXIS}={mesh.heads} does not divide the model's {heads} {kind} heads and its MLPs' {inner} channels: "

@@ -3,6 +3,7 @@
 The runs are in a process of their own, which has eight CPU devices (`tests.helpers.on_devices`).
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -200,3 +201,13 @@ def test_caches_that_mix_heads_are_refused(bundled, monkeypatch):
         with pytest.raises(InputError) as error:
             icejax.Session(model, tokenizer, cache=icejax.make_policy(name, options), context_length=500).ask("a")
         assert str(error.value) == f"the cache {name} runs on one device: leave mesh out"
+
+
+def test_a_latent_cache_that_evicts_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LATENT))
+    sizes = dict(batch_size=1, prompt_tokens=100, new_tokens=9, platform="cpu", mesh=mesh.Mesh(2))
+    for cache in ("clustered", "snapkv"):
+        refused = pytest.raises(InputError) if cache == "snapkv" else contextlib.nullcontext()
+        with refused as error:
+            make_layout(read_config(tmp_path), "float32", icejax.make_policy(cache, {}), **sizes)
+    assert str(error.value) == "with latent attention the cache snapkv runs on one device: leave mesh out"

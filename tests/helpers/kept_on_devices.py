@@ -29,8 +29,7 @@ SIZES = dict(context_length=700, host_memory_limit=2**30)
 # The model, a cache and its options (None: the one that a session chooses, which moves), and how many devices it is made on and
 # loaded on. A latent cache chooses pages for the heads of a device, so that only a budget for all tokens gives the same text.
 KEPT = {
-    "session-clustered": (LLAMA, "clustered", dict(budget=64, compact_every=32), 4, 2),
-    "session-moves": (LLAMA, None, {}, 2, 8),
+    "session-moves": (LLAMA, None, {}, 4, 2),
     "session-latent": (LATENT, "clustered", dict(budget=1024), 2, 4),
     "engine-clustered": (LLAMA, "clustered", dict(budget=64), 4, 2),
     "answers-renewed": (LONG, "clustered", dict(budget=64), 4),
@@ -91,7 +90,8 @@ def _pictures(models, policy, _: str) -> dict:
         (answer,) = icejax.generate(model, Letters(), request, watch=explanation.watch, **options)
         pictures += [answer.attention, explanation.picture()]
     error = max(float(np.abs(picture.weights - pictures[0].weights).max()) for picture in pictures)
-    return dict(same_texts=error < 1e-3 < pictures[0].weights.max(), steps=[picture.steps for picture in pictures])
+    same = error < 1e-3 < float(pictures[0].weights.max())
+    return dict(same_texts=same, steps=[picture.steps for picture in pictures])
 
 
 def _answers(models, policy, _: str) -> dict:
