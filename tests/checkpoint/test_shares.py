@@ -78,15 +78,15 @@ def test_a_share_of_codes_is_that_of_the_whole(name):
 
 
 def test_groups_of_a_share_are_those_of_the_whole():
-    """Blocks of 40 columns do not divide 100, so groups have 20, and a fifth of the columns is half a block."""
-    format, shape = FORMATS["fp8-blocks"], (32, 100)
+    """Blocks of 40 columns do not divide 300, so groups have 20, and a fifth of the columns is one block and a half."""
+    format, shape = FORMATS["fp8-blocks"], (32, 300)
     arrays = {k: _numpy(x) for k, x in format.write(np.random.default_rng(0).standard_normal(shape).astype(np.float32)).items()}
     tensors = coded(DOWN, format, arrays, Reads(), shape)
     whole, *parts = (
         shares.read(tensors, DOWN, box, dtype=None, codes=True, on_cpu=True)
         for box in (None, *(sharding.box(DOWN, shape, Mesh(5), device) for device in range(5)))
     )
-    assert shares.groups(tensors, DOWN) == 5
+    assert shares.groups(tensors, DOWN) == 15
     assert np.array_equal(np.concatenate([part.codes for part in parts], axis=1), whole.codes)
     assert np.array_equal(np.concatenate([part.scale for part in parts], axis=1), whole.scale)
 
