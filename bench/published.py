@@ -192,7 +192,7 @@ def _write_folder(source: Path, path: Path) -> None:
         tensors.pop("lm_head.weight", None)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(path)
-    fields = model.config.to_dict()
+    fields = model.config.to_dict() | dict(architectures=[type(model).__name__])  # which `transformers serve` reads
     fields.pop("quantization_config", None)  # of the GGUF file: these weights are fp32
     (path / "config.json").write_text(json.dumps(fields, indent=2, default=str))
 

@@ -296,7 +296,7 @@ FAULTS = (
     ("checkpoint/readers/huggingface.py", "> shard_bytes:", ">= shard_bytes * 2:", "checkpoint/test_checkpoint.py::test_large_checkpoints_are_written_in_shards_with_an_index"),
     ("engine/penalties.py", "logits / penalty, logits * penalty", "logits * penalty, logits / penalty", "engine/test_sampling.py::test_draws_follow_transformers_probabilities"),
     ("engine/penalties.py", "jnp.where(self.counts > 0,", "jnp.where(self.counts > 1,", "engine/test_penalties.py::test_logits_equal_transformers_and_the_formulas"),
-    ("engine/penalties.py", "counts=None if self.counts is None else jnp.zeros_like(self.counts)", "counts=self.counts", "engine/test_penalties.py::test_a_further_text_begins_the_counts_anew"),
+    ("engine/penalties.py", "counts=jnp.zeros_like(self.counts)", "counts=self.counts", "engine/test_penalties.py::test_a_further_text_begins_the_counts_anew"),
     ("engine/decode/logprobs.py", "zip(ids[i, :n], best[i, :n]", "zip(ids[i], best[i]", "commands/test_prompt_lines.py::test_rows_of_a_batch_report_what_each_asks_for"),
     ("checkpoint/generation_config.py", "if samples else given", "if True else given", "commands/test_sampling_options.py::test_the_models_sampling_is_taken_and_told"),
     ("api/model_sampling.py", "if name not in options}", "}", "commands/test_sampling_options.py::test_an_option_stands_in_for_a_value_out_of_range"),

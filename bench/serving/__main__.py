@@ -14,8 +14,9 @@ that are not timed. Prompts are source code and differ in their first line, so t
 have `--answer-tokens` tokens where the server knows `ignore_eos`. Servers run one after another. What follows `--` are options
 of `icejax serve`.
 
-`--peer NAME=PYTHON` starts another server of the same GGUF file (`bench.serving.peers`), with the Python of an environment that
-has its package; `--against NAME=URL` asks one that the caller has started. `--page ROWS.jsonl` prints the tables of such rows.
+`--peer NAME=PYTHON` starts another server (`bench.serving.peers`) with the Python of an environment that has its package.
+icejax then serves the GGUF file of the model, a name of `bench.published`, as llama.cpp does. `--against NAME=URL` asks a
+server that the caller has started. `--page ROWS.jsonl` prints the tables of such rows.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="", help="a folder, or a name of bench.published (default: the bundled model)")
     parser.add_argument("--parts", default="load,document", help=f"of {', '.join(PARTS)} (default: %(default)s)")
     parser.add_argument("--against", action="append", default=[], metavar="NAME=URL", help="another server; repeatable")
-    text = f"of {', '.join(peers.PEERS)}, to start and to ask; --model must be a GGUF file; repeatable"
+    text = f"of {', '.join(peers.PEERS)}, to start and to ask; repeatable"
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help=text)
     parser.add_argument("--page", type=Path, metavar="FILE.jsonl", help="only print the tables of these rows")
     parser.add_argument("--concurrency", default="1,4,8", metavar="N,N", help="default: %(default)s")
@@ -85,20 +86,22 @@ class Bench:
         number("--minutes", arguments.minutes, least=0, most=1e6, above=True)
         self.against = [_named(text) for text in arguments.against]
         asked = [peers.asked_peer(text) for text in arguments.peer]
-        if asked and not (arguments.model.endswith(".gguf") and Path(arguments.model).is_file()):
-            raise InputError(f"--peer needs a GGUF file as --model, got {arguments.model or 'none'!r}")
+        if asked and arguments.model not in published.MODELS:
+            raise InputError(f"--peer needs a --model of {', '.join(published.MODELS)}, got {arguments.model or 'none'!r}")
         self.peers = [(name, python, peers.version(name, python)) for name, python in asked]
-        folder = arguments.model or None
+        folder, file = arguments.model or None, None
         if folder in published.MODELS:
-            folder = published.folder(folder, say=lambda line: print(line, file=sys.stderr, flush=True))
-        self.tokenizer = load_tokenizer(resolve(folder) if folder else ASSETS)
+            say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+            folder, file = published.folder(folder, say=say), published.gguf(folder, say=say) if asked else None
+        self.tokenizer = load_tokenizer(resolve(file or folder) if folder else ASSETS)
         self.is_chat, self.questions = self.tokenizer.chat_template is not None, Questions(self.tokenizer)
         longest = max(arguments.prompt_tokens, arguments.document_tokens if "document" in self.names else 0)
         sizes = dict(slots=max(self.concurrency, default=8), context_length=longest + arguments.answer_tokens + ROOM)
-        self.job = peers.Job(Path(arguments.model), sizes["slots"], sizes["context_length"], self.tokenizer.eos_token_id)
+        if asked:
+            self.job = peers.Job(file, folder, sizes["slots"], sizes["context_length"], self.tokenizer.eos_token_id)
         sizes |= dict(max_new_tokens=arguments.answer_tokens, warmup=longest + ROOM)
         flags = [part for name, value in sizes.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-        self.options = [*([] if folder is None else ["--model", str(folder)]), *flags, *arguments.serve]
+        self.options = [*([] if folder is None else ["--model", str(file or folder)]), *flags, *arguments.serve]
 
     async def run(self) -> AsyncIterator[dict]:
         """Yields all rows."""

@@ -1,7 +1,8 @@
-"""Other servers of the same GGUF file, each run by the Python of an environment that has it.
+"""Other servers of a published model, each run by the Python of an environment that has it.
 
 - `llama.cpp`: llama.cpp's own server, of the package xllamacpp, whose wheel is compiled for AVX2
-- `transformers`: `transformers serve`, of `transformers[serving]` and gguf. It answers one request at a time
+- `transformers`: `transformers serve`, of `transformers[serving]`. It answers one request at a time. Its 5.24.0 cannot serve a
+  GGUF file from the disk, so it gets the folder with the file's weights, dequantised
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ START_S = 600.0
 
 @dataclass(frozen=True)
 class Job:
-    """What a peer serves: a GGUF file, to so many requests at once, each of at most so many tokens."""
+    """What a peer serves: a GGUF file or the folder made of it, to so many requests at once, each of at most so many tokens."""
 
     file: Path
+    folder: Path
     slots: int
     tokens: int
     eos: int
@@ -62,17 +64,15 @@ def _llama_cpp(job: Job, python: str, port: int) -> list[str]:
     return [python, str(LLAMA_SERVER), json.dumps(dict(model=str(job.file)) | sizes)]
 
 
-def _name(job: Job) -> str:
-    return f"{job.file.parent}:{job.file.name}"
-
-
 def _transformers(job: Job, python: str, port: int) -> list[str]:
-    return [python, "-c", TRANSFORMERS, "serve", _name(job), "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
+    return [python, "-c", TRANSFORMERS, "serve", str(job.folder), "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
 
 
 PEERS = {
     "llama.cpp": Peer("xllamacpp", _llama_cpp, lambda job: str(job.file), lambda job: dict(ignore_eos=True)),
-    "transformers": Peer("transformers", _transformers, _name, lambda job: dict(logit_bias={str(job.eos): NEVER})),
+    "transformers": Peer(
+        "transformers", _transformers, lambda job: str(job.folder), lambda job: dict(logit_bias={str(job.eos): NEVER})
+    ),
 }
 
 

@@ -152,6 +152,16 @@ class Engine:
         handle.engine = self
         return handle
 
+    def compile_compaction(self) -> None:
+        """Compiles what a row runs when the cache packs its newest pages anew, which is else compiled in its answer.
+
+        It waits until no request runs.
+
+        Raises:
+            RuntimeError: the engine is closed, or has failed.
+        """
+        self._thread.compile_compaction()
+
     @property
     def load(self) -> Load:
         """How many requests run and wait, and how much of the cache they have."""

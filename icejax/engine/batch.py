@@ -22,7 +22,7 @@ from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.checks.errors import InputError
 from icejax.engine.decode.step import DecodeState, decode_cuts
-from icejax.engine.penalties import with_same_arrays
+from icejax.engine.penalties import neutral_where_none
 from icejax.engine.plan import Plan
 from icejax.engine.sampling import RowSampling, Sampling, row_keys
 from icejax.runtime.mesh import WHOLE, home, on_mesh
@@ -244,7 +244,7 @@ def _with_same_fields(*states: DecodeState, plan: Plan) -> list[DecodeState]:
     samplings = [state.sampling for state in states]
     if any(sampling is not None for sampling in samplings):
         samplings = [x or RowSampling.of([Sampling()] * size) for x, size in zip(samplings, sizes, strict=True)]
-    penalties = with_same_arrays([state.penalties for state in states], sizes)
+    penalties = neutral_where_none([state.penalties for state in states], sizes)
     # Committed as a step's results are, or what takes them compiles twice.
     samplings, penalties = jax.device_put((samplings, penalties), home(plan.mesh))
     options = zip(states, samplings, penalties, strict=True)

@@ -1,6 +1,7 @@
 """Log-probabilities of a prompt's own tokens, from the last layer's output over it. `serving.start` calls it after a prefill.
 
-The head runs over blocks of tokens, so that the logits of a whole prompt are never made.
+The head runs over blocks of tokens, so that the logits of a whole prompt are never made. The host cuts the blocks, or each
+padded length would compile a program.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ def prompt_logprobs(
         tokens: the prompt, at most T tokens.
     """
     entries, most = list[TokenLogprobs](), compiled_count(count, model.config.vocab_size)
+    hidden = np.asarray(x)
     for first in range(0, len(tokens) - 1, BLOCK):
         yield
         following = np.asarray(tokens[first + 1 : first + 1 + BLOCK], np.int32)
         padded = np.pad(following, (0, BLOCK - len(following)))
-        chosen, best, ids = map(np.asarray, _of_block(model.ends, x, padded, np.int32(first), count=most))
+        chosen, best, ids = map(np.asarray, _of_block(model.ends, hidden[:, first : first + BLOCK], padded, count=most))
         rows = zip(following, chosen, ids[:, :count], best[:, :count], strict=False)
         entries += [named(tokenizer, token, value, zip(*top, strict=True)) for token, value, *top in rows]
     return entries
 
 
 @functools.partial(jax.jit, static_argnames="count")
-def _of_block(ends: Ends, x: jax.Array, tokens: jax.Array, first: jax.Array, *, count: int):
-    logits = ends.logits(jax.lax.dynamic_slice_in_dim(x, first, BLOCK, axis=1))[0]
-    return top_logprobs(logits, tokens, count=count)
+def _of_block(ends: Ends, x: jax.Array, tokens: jax.Array, *, count: int):
+    return top_logprobs(ends.logits(x)[0], tokens, count=count)

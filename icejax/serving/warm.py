@@ -12,16 +12,15 @@ from icejax.engine.sampling import Sampling
 from icejax.text.grammar.rules import Grammar
 
 SALT = "warm-up"  # and the number of tokens, or a prompt would find the one before it and not be prefilled
-DRAWN, PENALISED = Sampling(temperature=1.0), Sampling(temperature=1.0, frequency_penalty=0.1)
-BIASED = [Sampling(temperature=temperature, logit_bias={0: -1.0}) for temperature in (0.0, 1.0)]  # as by `ignore_eos`
+KINDS = [Sampling(temperature=heat, frequency_penalty=penalty) for heat in (0.0, 1.0) for penalty in (0.0, 0.1)]
 STEPS = 33  # tokens of the first answer: the window's pages of usual sizes become full
-BEHIND = (16, 32, 64, 128, 256, 384, 512)  # tokens of texts behind a cached prefix, which are those of one prompt before
+BEHIND = (16, 32, 64, 128, 256, 384, 512, 528)  # tokens of texts behind a cached prefix; the last is computed in two pieces
 LONG = Grammar.regex("a{9}")
 LOGPROBS = 20  # the most that a chat may ask for
 
 
 def warm_up(engine: Engine, *, tokens: int, tell: Callable[[int, int], None] | None = None) -> None:
-    """Runs prompts of all sizes up to `tokens`, and rows that draw, have penalties, a grammar, and report log-probabilities.
+    """Runs prompts of all sizes up to `tokens`, rows that draw, have penalties, a grammar, and report log-probabilities.
 
     Where llguidance cannot read the tokenizer, there is no row with a grammar; a request for one is told why.
 
@@ -31,18 +30,19 @@ def warm_up(engine: Engine, *, tokens: int, tell: Callable[[int, int], None] | N
     most = min(tokens, engine.context_length - 3)
     if most < 1:
         return
-    kinds = [dict(), dict(sampling=DRAWN), dict(sampling=PENALISED), dict(sampling=PENALISED, logprobs=LOGPROBS)]
-    kinds += [dict(sampling=sampling) for sampling in BIASED]
-    sizes = _sizes(most)
-    prompts = [([0] * size, options, f"{SALT} {size}") for size in sizes for options in (kinds if size == sizes[0] else [{}])]
-    prompts += [([0] * SHORTEST + [1] * size, {}, SALT) for size in (0, *BEHIND) if SHORTEST + size <= most]
+    kinds, sizes = [dict(sampling=sampling) for sampling in KINDS], _sizes(most)
+    asked = [*kinds, kinds[-1] | dict(logprobs=LOGPROBS), dict(prompt_logprobs=LOGPROBS)]
+    prompts = [([0] * size, options, f"{SALT} {size}") for size in sizes for options in (asked if size == sizes[0] else [{}])]
+    behind = [[1 + number] * size for number, size in enumerate((0, *BEHIND))]  # no text begins with another one
+    prompts += [([0] * SHORTEST + text, {}, SALT) for text in behind if SHORTEST + len(text) <= most]
     requests = []
     for prompt, options, salt in prompts:
         count = min(3 if requests else STEPS, engine.max_new_tokens, engine.context_length - len(prompt))
         requests.append((Request(prompt=prompt, forced_tokens=[0] * count, **options), salt))  # without an end
     count = min(3, engine.max_new_tokens)
-    rows = [Request(prompt=[0] * sizes[0], grammar=LONG, max_new_tokens=count, **options) for options in kinds[:3]]
+    rows = [Request(prompt=[0] * sizes[0], grammar=LONG, max_new_tokens=count, **options) for options in kinds]
     requests += [(row, SALT) for row in rows]
+    engine.compile_compaction()
     for number, (request, salt) in enumerate(requests):
         if tell is not None:
             tell(number, len(requests))

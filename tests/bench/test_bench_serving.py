@@ -118,7 +118,7 @@ class Server:
 def test_a_peer_is_started_with_the_sizes_and_asked_in_its_words(tmp_path, monkeypatch):
     (tmp_path / "xllamacpp.py").write_text(FAKE_LLAMA)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    job, peer = peers.Job(Path("/a/model.gguf"), slots=3, tokens=100, eos=7), peers.PEERS["llama.cpp"]
+    job, peer = peers.Job(Path("/a/model.gguf"), Path("/a/b"), slots=3, tokens=100, eos=7), peers.PEERS["llama.cpp"]
 
     async def ask() -> Timed:
         async with peers.running("llama.cpp", sys.executable, job) as server:
@@ -127,12 +127,12 @@ def test_a_peer_is_started_with_the_sizes_and_asked_in_its_words(tmp_path, monke
     answer = asyncio.run(ask())
     assert (answer.error, answer.tokens, answer.prompt_tokens, len(answer.times)) == (None, 3, 300, 1)
     transformers = peers.PEERS["transformers"]
-    assert transformers.model(job) == "/a:model.gguf" and transformers.endless(job) == {"logit_bias": {"7": -100.0}}
+    assert transformers.model(job) == "/a/b" and transformers.endless(job) == {"logit_bias": {"7": -100.0}}
 
 
 def test_a_peer_that_ends_is_told(monkeypatch):
     with pytest.raises(InputError, match="the server of llama.cpp did not start: "):
-        asyncio.run(anext(peers.running("llama.cpp", "false", peers.Job(Path("a.gguf"), 1, 1, 0)).gen))
+        asyncio.run(anext(peers.running("llama.cpp", "false", peers.Job(Path("a.gguf"), Path("b"), 1, 1, 0)).gen))
     with pytest.raises(InputError, match="does not have xllamacpp: expected the Python of an environment that has it"):
         peers.version("llama.cpp", sys.executable)
 
@@ -170,7 +170,7 @@ def test_the_tables_have_the_figures_of_rows():
             "--peer vllm=python",
             "--peer must be NAME=PYTHON, of llama.cpp, transformers and a Python that has its package, got 'vllm",
         ),
-        (f"--peer transformers={sys.executable}", "--peer needs a GGUF file as --model, got 'none'"),
+        (f"--peer transformers={sys.executable}", "--peer needs a --model of smollm2-135m, "),
         ("--page nowhere.jsonl", "No such file or directory: 'nowhere.jsonl'"),
         ("--requests 0", "--requests must be at least 1, got 0"),
         ("--minutes 0", "--minutes must be a number above 0 and at most 1e+06, got 0.0"),

@@ -8,7 +8,7 @@ import icejax
 from icejax.cache.registry import Full
 from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.extend import extend
-from icejax.engine.penalties import RowPenalties, row_options, with_same_arrays
+from icejax.engine.penalties import RowPenalties, neutral_where_none, row_options
 from icejax.engine.plan import make_plan
 from icejax.engine.prefill import prefill
 from icejax.engine.sampling import Sampling
@@ -114,25 +114,14 @@ def test_greedy_rows_without_penalties_have_no_arrays_for_them(model):
     icejax.generate(model, Letters(), [[1, 2], [3]], cache=Full(), max_new_tokens=3, watch=watch)
     assert states and all(state == (None, None) for state in states)
     assert row_options([Sampling(top_k=3)], [[1]], 50) == (None, None)
-    arrays = {"presence_penalty": ("counts",), "repetition_penalty": ("seen",), "logit_bias": ("bias",)}
-    for name, needed in arrays.items():
-        sampling, penalties = row_options(
-            [Sampling(), Sampling(**{name: {1: 1} if name == "logit_bias" else 1.5})], [[1]] * 2, 50
-        )
-        assert sampling is None
-        assert [x for x in ("seen", "counts", "bias") if getattr(penalties, x) is not None] == [*needed]
 
 
-def test_batches_get_the_arrays_of_each_other():
-    rows = [RowPenalties.of([sampling], [[1, 2]], VOCABULARY) for sampling in (ROWS[1], ROWS[4])]
-    completed = with_same_arrays([None, *rows], [2, 1, 1])
-    assert with_same_arrays([None, None], [1, 2]) == [None, None]
-    for penalties, size in zip(completed, (2, 1, 1), strict=True):
-        assert penalties.seen is None and penalties.counts.shape == penalties.bias.shape == (size, VOCABULARY)
+def test_batches_without_penalties_get_neutral_ones_beside_others():
+    row = RowPenalties.of([ROWS[1]], [[1, 2]], VOCABULARY)
+    neutral, same = neutral_where_none([None, row], [2, 1])
+    assert same is row and neutral_where_none([None, None], [1, 2]) == [None, None]
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((2, VOCABULARY)).astype(np.float32))
-    np.testing.assert_array_equal(completed[0].apply(logits), logits)
-    for penalties, expected in zip(completed[1:], rows, strict=True):
-        np.testing.assert_array_equal(penalties.apply(logits[:1]), expected.apply(logits[:1]))
+    np.testing.assert_array_equal(neutral.after(jnp.asarray([1, 1])).apply(logits), logits)
 
 
 def test_a_bias_beyond_the_vocabulary_is_refused(model):

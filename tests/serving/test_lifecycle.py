@@ -214,7 +214,7 @@ def test_an_address_that_is_in_use_or_none_is_told():
 
 
 def test_a_warm_up_has_a_prompt_of_every_size_and_rows_of_every_kind():
-    asked, told, reads = [], [], True
+    asked, told, compactions, reads = [], [], [], True
 
     def submit(request, **options):
         asked.append((len(request.prompt), options["cache_salt"], request.sampling, request.logprobs, request.grammar))
@@ -222,16 +222,17 @@ def test_a_warm_up_has_a_prompt_of_every_size_and_rows_of_every_kind():
             raise InputError("llguidance cannot read the tokenizer")
         return SimpleNamespace(result=lambda: None)
 
-    warm_up(SimpleNamespace(context_length=700, max_new_tokens=5, submit=submit), tokens=600, tell=lambda *x: told.append(x))
-    assert [size for size, *_ in asked] == [*[256] * 6, 384, 512, 600, 256, 272, 288, 320, 384, 512, *[256] * 3]
+    sizes = dict(context_length=700, max_new_tokens=5, compile_compaction=lambda: compactions.append(len(asked)))
+    warm_up(SimpleNamespace(submit=submit, **sizes), tokens=600, tell=lambda *x: told.append(x))
+    assert [size for size, *_ in asked] == [*[256] * 6, 384, 512, 600, 256, 272, 288, 320, 384, 512, *[256] * 4]
     salts = [salt for _, salt, *_ in asked]
     assert len({*salts[5:10]}) == 5 and len({*salts[9:]}) == 1
-    assert told[-1] == (18, 18)
-    assert [kind[2:4] for kind in asked[:3]] == [kind[2:4] for kind in asked[-3:]] and asked[-4][4] is None != asked[-1][4]
+    assert told[-1] == (19, 19)
+    assert [kind[2:4] for kind in asked[:4]] == [kind[2:4] for kind in asked[-4:]] and asked[-5][4] is None != asked[-1][4]
     reads = False
     asked.clear()
-    warm_up(SimpleNamespace(context_length=700, max_new_tokens=5, submit=submit), tokens=600, tell=lambda *x: told.append(x))
-    assert len(asked) == 16 and told[-1] == (18, 18)
+    warm_up(SimpleNamespace(submit=submit, **sizes), tokens=600, tell=lambda *x: told.append(x))
+    assert len(asked) == 16 and told[-1] == (19, 19)
     asked.clear()
-    warm_up(SimpleNamespace(context_length=700, max_new_tokens=5, submit=submit), tokens=0)
-    assert asked == []
+    warm_up(SimpleNamespace(submit=submit, **sizes), tokens=0)
+    assert asked == [] and compactions == [0, 0]

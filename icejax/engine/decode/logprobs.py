@@ -34,7 +34,7 @@ def token_logprobs(
 
 def compiled_count(most: int, vocabulary: int) -> int:
     """Returns how many of the largest log-probabilities a program computes: one program serves all usual numbers."""
-    return min(max(USUAL, 1 << (most - 1).bit_length()), vocabulary)
+    return min(USUAL if most <= USUAL else 1 << (most - 1).bit_length(), vocabulary)
 
 
 def named(tokenizer: Any, token: int, logprob: float, top: Iterable[tuple[int, float]]) -> TokenLogprobs:

@@ -137,7 +137,7 @@ class DecodePrograms:
 
         Donates `state`, and also `pool` after steps that flush a window page to it.
         """
-        flush, flushed, compact = self._between
+        flush, flushed, _ = self._between
         state, results = self.programs.run(state, pool)
         self.clock += 1
         if self.plan.page_size and self.clock % self.plan.page_size == 0:
@@ -145,10 +145,14 @@ class DecodePrograms:
             pool = host_pool.write_pages(pool, pages, state.cache.table, first, mesh=self.plan.mesh)
             state = dataclasses.replace(state, cache=flushed(state.cache, updates))
         if self.plan.compact_every and self.clock % self.plan.compact_every == 0:
-            cache, pages, first = compact(state.cache, pool)
-            state = dataclasses.replace(state, cache=cache)
-            pool = host_pool.write_pages(pool, pages, cache.table, first, mesh=self.plan.mesh)
+            state, pool = self.compacted(state, pool)
         return state, results, pool
+
+    def compacted(self, state: DecodeState, pool: Pool) -> tuple[DecodeState, Pool]:
+        """Packs the newest pages of the rows anew; donates the state and the pool."""
+        cache, pages, first = self._between[2](state.cache, pool)
+        pool = host_pool.write_pages(pool, pages, cache.table, first, mesh=self.plan.mesh)
+        return dataclasses.replace(state, cache=cache), pool
 
 
 class StepLayer(NamedTuple):

@@ -154,6 +154,11 @@ class Core:
         if work is Work.DECODE:
             self._step_s = seconds
 
+    def compile_compaction(self) -> None:
+        """Compiles what the first compaction runs, on a batch whose places are free; no row may decode."""
+        if self.plan.compact_every:
+            _, self.pool = DecodePrograms(self._model, self.plan).compacted(batch.empty_batch(self.plan), self.pool)
+
     def close(self) -> None:
         """Ends a prefill that has not ended, with the files that it reads or writes."""
         if self._start is not None:

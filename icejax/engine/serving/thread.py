@@ -122,6 +122,7 @@ class EngineThread:
         self._changed = threading.Condition()
         self._new: deque[tuple[Handle, Sequence[Job]]] = deque()
         self._cancelled: deque[Handle] = deque()
+        self._compiles: deque[queue.SimpleQueue[BaseException | None]] = deque()  # callers of `compile_compaction`
         self._tickets: dict[Handle, list[Ticket]] = {}  # that are not over
         self._closes = False
         self._failure: BaseException | None = None
@@ -150,6 +151,17 @@ class EngineThread:
             self._new.append((handle, jobs))
             self._changed.notify()
         return handle
+
+    def compile_compaction(self) -> None:
+        """Compiles what the first compaction runs, as soon as no request runs; RuntimeError if the engine ends before."""
+        ended = queue.SimpleQueue()
+        with self._changed:
+            if self._closes:
+                raise self._error()
+            self._compiles.append(ended)
+            self._changed.notify()
+        if (error := ended.get()) is not None:
+            raise error
 
     @property
     def load(self) -> Load:
@@ -205,6 +217,8 @@ class EngineThread:
             handles = [*self._tickets, *(handle for handle, _ in self._new)]
             self._tickets.clear()
             self._new.clear()  # a handle holds the engine
+            for ended in self._compiles:
+                ended.put(self._error())
         atexit.unregister(self.close)
         for handle in handles:
             handle.put(self._error())
@@ -229,7 +243,7 @@ class EngineThread:
     def _take_changes(self, core: Core) -> bool:
         """Waits until there is something to do, and hands what callers asked for to the core; False: the engine closes."""
         with self._changed:
-            self._changed.wait_for(lambda: core.busy or self._new or self._cancelled or self._closes)
+            self._changed.wait_for(lambda: core.busy or self._new or self._cancelled or self._compiles or self._closes)
             new, cancelled, closes = [*self._new], [*self._cancelled], self._closes
             self._new.clear()
             self._cancelled.clear()
@@ -244,6 +258,9 @@ class EngineThread:
         for handle in cancelled:
             if self._drop(core, handle):
                 handle.put(None)
+        if self._compiles and not core.busy and not closes:
+            core.compile_compaction()
+            self._compiles.popleft().put(None)
         return not closes
 
     def _drop(self, core: Core, handle: Handle) -> bool:

@@ -35,6 +35,17 @@ def test_tokens_template_and_ends_are_those_of_a_folder(both):
     assert tokenizer.chat_template == reference.chat_template and ours.config == theirs.config and ours.config.eos_token_ids
 
 
+def test_an_answer_follows_a_schema(both):
+    jsonschema = pytest.importorskip("jsonschema")
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"enum": ["ä b", "é"]}, "b": {"maximum": 99, "minimum": 1, "type": "integer"}},
+              "required": ["a", "b"], "additionalProperties": False}  # fmt: skip
+    request = icejax.Request(prompt="argument", grammar=icejax.Grammar.json_schema(schema), max_new_tokens=100)
+    [answer] = icejax.generate(*icejax.load(both[0]), request, cache=icejax.Full())
+    assert answer.finish_reason == "stop"
+    jsonschema.validate(json.loads(answer.text), schema)
+
+
 @pytest.mark.slow
 def test_answers_and_sessions_are_those_of_a_folder(both, tmp_path):
     prompt = "What is an argument, and what is it for?"

@@ -1,0 +1,46 @@
+"""After the warm-up nothing is compiled, whatever is asked within its lengths."""
+
+import pytest
+
+import icejax
+from icejax import Request, Sampling
+from icejax.runtime.compile_clock import clock
+from icejax.serving.warm import warm_up
+
+BRIEF = dict(forced_tokens=[0] * 4)
+ALL = Sampling(temperature=0.7, repetition_penalty=1.2, presence_penalty=0.5, logit_bias={3: 1.0})
+REQUESTS = {
+    "greedy": [Request(prompt=[1] * 300, **BRIEF)],
+    "drawn": [Request(prompt=[2] * 300, sampling=Sampling(temperature=1.0), **BRIEF)],
+    "repetition penalty": [Request(prompt=[3] * 300, sampling=Sampling(repetition_penalty=1.2), **BRIEF)] * 2,
+    "several penalties": [Request(prompt=[4] * 300, sampling=ALL, **BRIEF)],
+    "echo": [Request(prompt=[5] * size, prompt_logprobs=1, logprobs=1, **BRIEF) for size in (300, 700)],
+    "behind a prefix": [Request(prompt=[6] * 256 + [text] * 530, **BRIEF) for text in (1, 2, 3)],
+    "behind a long prefix": [Request(prompt=[7] * 768 + [text] * 20, **BRIEF) for text in (1, 2, 3)],
+    "compaction": [Request(prompt=[8] * 300, forced_tokens=[0] * 70)],
+}
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_after_the_warm_up(bundled):
+    sizes = dict(batch_size=2, context_length=900, max_new_tokens=100)
+    with icejax.Engine(*bundled, cache=icejax.Clustered(compact_every=32), **sizes) as engine:
+        warm_up(engine, tokens=800)
+        compiled, cached = {}, {}
+        for name, requests in REQUESTS.items():
+            before = clock().programs
+            cached[name] = [engine.submit(request).result().cached_tokens for request in requests][-1]
+            compiled[name] = clock().programs - before
+    assert compiled == dict.fromkeys(REQUESTS, 0)
+    assert (cached["behind a prefix"], cached["behind a long prefix"]) == (256, 768)
+
+
+def test_a_compaction_of_an_empty_batch_changes_no_answer(bundled):
+    prompt, answers = [9] * 40, []
+    with icejax.Engine(*bundled, cache=icejax.Clustered(compact_every=16), context_length=100, max_new_tokens=40) as engine:
+        for _ in range(2):
+            answers.append(engine.submit(prompt, max_new_tokens=40).result().token_ids)
+            engine.compile_compaction()
+    assert answers[0] == answers[1]
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.compile_compaction()
