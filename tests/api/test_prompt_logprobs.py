@@ -6,6 +6,7 @@ from scipy.special import log_softmax
 
 import icejax
 from icejax.cache.registry import Clustered, Full
+from icejax.engine.decode.logprobs import compiled_count
 from tests import tolerances
 from tests.helpers.run import all_logits
 
@@ -52,3 +53,8 @@ def test_a_stored_prefix_is_not_used_and_nothing_is_stored(bundled, expected):
 def test_a_number_out_of_range_is_refused():
     with pytest.raises(icejax.InputError, match="prompt_logprobs must be at most 1000, got 1001"):
         icejax.Request(prompt="a", prompt_logprobs=1001)
+
+
+def test_one_program_serves_all_numbers_that_clients_ask_for():
+    assert [compiled_count(most, 1000) for most in (0, 1, 17, 20, 21, 33)] == [20, 20, 20, 20, 32, 64]
+    assert compiled_count(5, 10) == 10

@@ -217,7 +217,8 @@ def test_a_warm_up_has_a_prompt_of_every_size_and_rows_of_every_kind():
     asked, told, compactions, reads = [], [], [], True
 
     def submit(request, **options):
-        asked.append((len(request.prompt), options["cache_salt"], request.sampling, request.logprobs, request.grammar))
+        kind = request.sampling, request.logprobs, request.grammar
+        asked.append((len(request.prompt), options["cache_salt"], *kind, request.prompt[-1]))
         if request.grammar is not None and not reads:
             raise InputError("llguidance cannot read the tokenizer")
         return SimpleNamespace(result=lambda: None)
@@ -227,6 +228,7 @@ def test_a_warm_up_has_a_prompt_of_every_size_and_rows_of_every_kind():
     assert [size for size, *_ in asked] == [*[256] * 6, 384, 512, 600, 256, 272, 288, 320, 384, 512, *[256] * 4]
     salts = [salt for _, salt, *_ in asked]
     assert len({*salts[5:10]}) == 5 and len({*salts[9:]}) == 1
+    assert len({kind[5] for kind in asked[9:15]}) == 6  # of the texts behind a prefix none begins with another one
     assert told[-1] == (19, 19)
     assert [kind[2:4] for kind in asked[:4]] == [kind[2:4] for kind in asked[-4:]] and asked[-5][4] is None != asked[-1][4]
     reads = False
