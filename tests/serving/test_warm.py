@@ -35,9 +35,10 @@ def test_nothing_is_compiled_after_the_warm_up(bundled):
     assert (cached["behind a prefix"], cached["behind a long prefix"]) == (256, 768)
 
 
+@pytest.mark.slow
 def test_a_compaction_of_an_empty_batch_changes_no_answer(bundled):
-    prompt, answers = [9] * 40, []
-    with icejax.Engine(*bundled, cache=icejax.Clustered(compact_every=16), context_length=100, max_new_tokens=40) as engine:
+    prompt, answers, sizes = [9] * 40, [], dict(context_length=100, max_new_tokens=40)
+    with icejax.Engine(*bundled, cache=icejax.Clustered(compact_every=32), **sizes) as engine:
         for _ in range(2):
             answers.append(engine.submit(prompt, max_new_tokens=40).result().token_ids)
             engine.compile_compaction()
