@@ -27,6 +27,7 @@ from icejax.text.grammar.rules import json_rule, literal
 FUNCTION, PARAMETER = re.compile(r"<function=([^>\s]+)>"), re.compile(r"<parameter=([^>]+)>")
 VALUE_END, FUNCTION_END = "</parameter>", "</function>"
 LONGEST_MARK = 256
+DEEPEST = 8  # choices within choices whose types are looked at
 TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
 LIMITS = ("pattern", "minLength", "maxLength", "format", "const")  # of texts, which the grammar does not follow
 REFERENCE = re.compile(r"#/(\$defs|definitions)/(.+)")
@@ -47,8 +48,8 @@ class QwenCoder(Form):
 
 def _function_rules(number: int, tool: Tool) -> list[str]:
     """Returns the rules of a function; InputError if it is strict and has a schema of text with limits."""
-    required, parts, rules = tool.parameters.get("required") or (), [], []
-    for i, (name, schema) in enumerate((tool.parameters.get("properties") or {}).items()):
+    required, parts, rules = _list(tool.parameters.get("required")), [], []
+    for i, (name, schema) in enumerate(_object(tool.parameters.get("properties")).items()):
         rule = f"value{number}_{i}"
         parts.append(f"({literal(f'<parameter={name}>' + chr(10))} {rule}){'' if name in required else '?'}")
         rules.append(_value_rule(rule, f"{name!r} of {tool.name}", _resolved(tool.parameters, schema), tool))
@@ -59,7 +60,7 @@ def _function_rules(number: int, tool: Tool) -> list[str]:
 def _value_rule(rule: str, name: str, schema: Any, tool: Tool) -> str:
     end = literal(f"\n{VALUE_END}\n")
     if types_of(tool.parameters, schema) == {"string"}:
-        if texts := schema.get("enum"):
+        if texts := _list(schema.get("enum")):
             return f"{rule}: ({' | '.join(literal(text) for text in texts)}) {end}"
         if tool.strict and (limits := [limit for limit in LIMITS if limit in schema]):
             raise InputError(
@@ -74,24 +75,29 @@ def _value_rule(rule: str, name: str, schema: Any, tool: Tool) -> str:
 
 
 def _resolved(root: Mapping[str, Any], schema: Any) -> Mapping[str, Any]:
-    """Returns a schema, or that to which it refers."""
-    schema = schema if isinstance(schema, dict) else {}
-    found = REFERENCE.fullmatch(str(schema.get("$ref")))
-    target = (root.get(found[1]) or {}).get(found[2]) if found else None
-    return target if isinstance(target, dict) else schema
+    """Returns a schema, or that to which it refers; what is no schema becomes an empty one."""
+    found = REFERENCE.fullmatch(str(_object(schema).get("$ref")))
+    return _object(_object(root.get(found[1])).get(found[2]) if found else schema)
 
 
-def types_of(root: Mapping[str, Any], schema: Any) -> set[str]:
+def types_of(root: Mapping[str, Any], schema: Any, *, depth: int = 0) -> set[str]:
     """Returns the types that a schema allows, as far as it names them."""
     schema = _resolved(root, schema)
-    kinds = schema.get("type")
-    kinds = {kinds} if isinstance(kinds, str) else {kind for kind in kinds or () if isinstance(kind, str)}
-    for value in schema.get("enum") or ():
-        kinds |= set() if "type" in schema else {TYPES[type(value)]}
-    for key in ("anyOf", "oneOf"):
-        for one in schema.get(key) or ():
-            kinds |= types_of(root, one) if isinstance(one, dict) and one is not schema else set()
+    named = schema.get("type")
+    kinds = {kind for kind in (_list(named) or [named]) if isinstance(kind, str)}
+    if named is None:
+        kinds |= {TYPES[type(value)] for value in _list(schema.get("enum"))}
+    for one in (*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))):
+        kinds |= types_of(root, one, depth=depth + 1) if depth < DEEPEST else set()
     return kinds
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def json_of(text: str, kinds: set[str]) -> str:
@@ -164,7 +170,7 @@ class FunctionReader:
             self.failed = not _may_begin(self._held, "<function=")
             return False
         if found := PARAMETER.match(self._held):
-            properties = self._parameters.get("properties") or {}
+            properties = _object(self._parameters.get("properties"))
             self._kinds = types_of(self._parameters, properties.get(found[1])) or {"string"}
             quote = '"' if self._kinds == {"string"} else ""
             pieces.append(f"{', ' if self._count else ''}{json.dumps(found[1], ensure_ascii=False)}: {quote}")

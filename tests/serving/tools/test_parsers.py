@@ -229,6 +229,23 @@ def test_a_grammar_of_parameters_follows_their_types():
         FORMS["qwencoder"].grammar([limited], Choice())
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": [], "required": 5},
+        {"properties": {"a": 5}},
+        *({"properties": {"a": {name: 5}}} for name in ("type", "enum", "anyOf", "oneOf", "$ref")),
+        {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": 5},
+        {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/x"}] * 2}}},
+    ],
+)
+def test_a_schema_that_is_none_fails_nothing(schema):
+    tool = Tool(name="f", parameters=schema)
+    assert FORMS["qwencoder"].grammar([tool], Choice(required=True)) is not None
+    parser = FORMS["qwencoder"].parser([tool])
+    assert parser.take(xml("f", a="text"))[0] == CallBegin(0, "f")
+
+
 def test_arguments_come_as_they_are_written():
     parser = FORMS["hermes"].parser([])
     parser.take('<tool_call>{"name": "f", "arguments"')
