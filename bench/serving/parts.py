@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 import numpy as np
 
 from bench.serving.client import Timed, metric
-from bench.serving.rows import load_row, rounded, slope
+from bench.serving.rows import failures, load_row, rounded, slope
 from bench.serving.subject import OverHttp, Question, Questions, Subject, closed_loop, open_loop
 from icejax.checks.errors import InputError
 
@@ -109,9 +109,8 @@ async def soak(
     await asyncio.gather(*(client() for _ in range(concurrency)))
     watcher.cancel()
     fail_if_none(answers)
-    failed = sum(answer.error is not None for answer in answers)
     memory = dict(rss_start_mib=sizes[0], rss_end_mib=sizes[-1], rss_most_mib=max(sizes), rss_mib_per_hour=slope(times, sizes))
-    return rounded(dict(part="soak", minutes=minutes, requests=len(answers), failed=failed) | memory)
+    return rounded(dict(part="soak", minutes=minutes, requests=len(answers)) | failures(answers) | memory)
 
 
 async def idle(subject: OverHttp, *, seconds: float = 60.0) -> None:

@@ -28,7 +28,7 @@ def load_row(answers: Sequence[Timed], duration: float) -> dict[str, float | int
         duration: seconds from the first request to the end of the last answer.
     """
     whole = [answer for answer in answers if answer.error is None]
-    row = dict(completed=len(whole), failed=len(answers) - len(whole), duration=duration)
+    row = dict(completed=len(whole), duration=duration) | failures(answers)
     row |= dict(total_input_tokens=sum(answer.prompt_tokens for answer in whole))
     row |= dict(total_output_tokens=sum(answer.tokens for answer in whole))
     row |= dict(request_throughput=len(whole) / duration, output_throughput=row["total_output_tokens"] / duration)
@@ -37,6 +37,12 @@ def load_row(answers: Sequence[Timed], duration: float) -> dict[str, float | int
             row |= {f"mean_{name}": float(np.mean(values)), f"median_{name}": float(np.median(values))}
             row |= {f"std_{name}": float(np.std(values)), f"p99_{name}": float(np.percentile(values, 99))}
     return rounded(row)
+
+
+def failures(answers: Sequence[Timed]) -> dict[str, int | str]:
+    """Returns how many requests failed, and the first error."""
+    errors = [answer.error for answer in answers if answer.error is not None]
+    return dict(failed=len(errors)) | (dict(error=errors[0]) if errors else {})
 
 
 def slope(minutes: Sequence[float], values: Sequence[float]) -> float:

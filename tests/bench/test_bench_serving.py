@@ -45,7 +45,7 @@ def test_figures_follow_from_times():
     ]
     row = load_row(answers, 4.0)
     assert (row["completed"], row["failed"], row["total_input_tokens"], row["total_output_tokens"]) == (2, 1, 50, 8)
-    assert (row["request_throughput"], row["output_throughput"]) == (0.5, 2.0)
+    assert (row["request_throughput"], row["output_throughput"], row["error"]) == (0.5, 2.0, "status 500")
     assert (row["mean_ttft_ms"], row["median_e2el_ms"]) == (1000.0, 1500.0)
     assert row["mean_tpot_ms"] == pytest.approx((200 + 50) / 2)
     assert row["mean_itl_ms"] == pytest.approx(200) and row["p99_itl_ms"] == pytest.approx(298)
