@@ -8,7 +8,7 @@ from __future__ import annotations
 SHORTEST = 256  # tokens
 SHORTEST_TEXT = 16  # tokens; fewer would read all weights for hardly less work
 STEP = 8192  # tokens between the sizes of long prompts, where doubling would cost memory
-LONG_MULTIPLE = 1024  # tokens; divides the room for new tokens behind a long prompt, twice as many that of one KV head
+LONG_MULTIPLE = 1024  # tokens; divides the room for new tokens behind a long prompt
 
 
 def bucket(tokens: int) -> int:
@@ -37,9 +37,11 @@ def room_for(new_tokens: int, *, prompt: int, one_head: bool = False) -> int:
 
     Behind 16,384 tokens and more it is a multiple of 1,024: XLA:GPU splits products over that many tokens into parts, and
     copies all values in every step if the parts do not divide the tokens. A product of `one_head`, a device's only KV head, has
-    more parts, and the multiple is 2,048.
+    more parts: the multiple is 2,048, and 4,096 behind 262,144 tokens and more.
 
     Examples: 256 new tokens get 256 slots behind 1,024 prompt tokens, and 1,024 slots behind 16,384.
     """
-    new, multiple = bucket(new_tokens), 2 * LONG_MULTIPLE if one_head else LONG_MULTIPLE
+    new, multiple = bucket(new_tokens), LONG_MULTIPLE
+    if one_head:
+        multiple *= 2 if prompt < 32 * STEP else 4
     return new if prompt < 2 * STEP else -(-new // multiple) * multiple
