@@ -122,6 +122,17 @@ def test_what_a_worker_refuses_is_told_in_one_line(cluster, tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:{free}", "nowhere", "127.0.0.1:x", "[::1]:70000"])
+def test_an_address_without_a_cluster_is_refused_at_once(tmp_path, capsys, address):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
+    address = address.format(free=free_port())
+    line = ["-f", str(tmp_path / "prompts.jsonl"), "-o", str(tmp_path / "answers.jsonl"), "--ray", address]
+    assert generate.main(line, name="icejax generate") == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(f"icejax generate: error: --ray {address} is no Ray cluster (")
+    assert told.endswith("): expected HOST:PORT, auto or local")
+
+
 REPLICAS = ["first", "second", "third"]
 
 

@@ -16,6 +16,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ from icejax.engine.response import GenerationResponse
 
 MOST_ROUNDS = 16  # times --batch-size: the most rows that an actor has at once, and answers again if it dies
 LEAST_PIECES = 4  # of the rows of an actor, so that all end at about the same time
+CONNECT_S = 10.0  # seconds in which a cluster must be reached
 Batch = dict[str, np.ndarray]
 
 
@@ -141,6 +143,7 @@ def _cluster(address: str) -> Iterator[None]:
     """Connects to a cluster while the block runs; `local` starts one on this machine."""
     if sys.modules.get("torch", ray) is None:  # Ray reads its attributes
         del sys.modules["torch"]
+    _check_address(address)
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # else Ray writes between the lines of the command
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
@@ -156,6 +159,17 @@ def _cluster(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """Raises InputError if nothing listens at HOST:PORT: Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address in ("auto", "local"):
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise InputError(f"--ray {address} is no Ray cluster ({error}): expected HOST:PORT, auto or local") from None
 
 
 def _share(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from rich.console import Console
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from icejax.checks.errors import InputError
-from icejax.checks.numbers import integer, number
+from icejax.checks.numbers import POSITIONS, integer, number
 from icejax.commands import serve as command
 from icejax.commands.serving import prepared
 from icejax.ray.router import document_of
@@ -40,7 +40,6 @@ SCOPE = (
     "client",
     "server",
 )
-MOST_BYTES = TOKEN_BYTES * 2**24 + BODY_BYTES  # of a body: the longest context's
 
 
 def server(options: dict[str, Any]) -> Application:
@@ -73,7 +72,8 @@ def server(options: dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=arguments.drain_seconds,
     )
     front = serve.deployment(serve.ingress()(Front)).options(max_ongoing_requests=2**16, ray_actor_options={"num_cpus": 0})
-    return front.bind(models.bind(line))
+    most_bytes = TOKEN_BYTES * (arguments.context_length or POSITIONS) + BODY_BYTES
+    return front.bind(models.bind(line), most_bytes)
 
 
 class Replica:
@@ -128,8 +128,8 @@ class Replica:
 class Front:
     """What stands before the replicas: it reads a body and names its document."""
 
-    def __init__(self, replicas: DeploymentHandle) -> None:
-        self._replicas = replicas.options(stream=True)
+    def __init__(self, replicas: DeploymentHandle, most_bytes: int) -> None:
+        self._replicas, self._most_bytes = replicas.options(stream=True), most_bytes
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:  # uvicorn takes a method for ASGI 2
@@ -143,7 +143,7 @@ class Front:
                 await send({"type": f"{(await receive())['type']}.complete"})
             return
         body, more = b"", True
-        while more and len(body) <= MOST_BYTES:  # a replica refuses what is too long
+        while more and len(body) <= self._most_bytes:  # a replica refuses what is too long
             message = await receive()
             if message["type"] == "http.disconnect":
                 return

@@ -23,7 +23,7 @@ class Answerer:
 
     def __init__(self, arguments: argparse.Namespace, console: Console) -> None:
         """Loads the model; InputError if an option is out of range, or the model cannot be loaded."""
-        self._arguments, self._console = arguments, console
+        self._arguments = arguments
         self._policy, self._limits = options.policy(arguments), options.memory_limits(arguments)
         self._template = dict(
             in_template=arguments.chat, system=arguments.system, arguments=options.template_arguments(arguments)
