@@ -99,7 +99,7 @@ class Bench:
         sizes = dict(slots=max(self.concurrency, default=8), context_length=longest + arguments.answer_tokens + ROOM)
         if asked:
             self.job = peers.Job(file, folder, sizes["slots"], sizes["context_length"], self.tokenizer.eos_token_id)
-        sizes |= dict(max_new_tokens=arguments.answer_tokens, warmup=longest + ROOM)
+        sizes |= dict(max_new_tokens=arguments.answer_tokens, warmup=arguments.prompt_tokens + ROOM)
         flags = [part for name, value in sizes.items() for part in (f"--{name.replace('_', '-')}", str(value))]
         self.options = [*([] if folder is None else ["--model", str(file or folder)]), *flags, *arguments.serve]
 
@@ -145,7 +145,10 @@ class Bench:
                 yield dict(subject="http") | row | dict(compiled_after_warmup=compiled)
 
     async def _of_server(self, name: str, subject: OverHttp) -> AsyncIterator[dict]:
-        """Yields the rows of icejax's own server, with what it compiled."""
+        """Yields the rows of icejax's own server, with what it compiled since questions about another document."""
+        if "document" in self.names:
+            sizes = dict(tokens=self.asked.document_tokens, answer_tokens=self.asked.answer_tokens, asked=2)
+            _ = [row async for row in parts.document(subject, self.questions, **sizes)]
         before = await metric(subject.server, parts.PROGRAMS)
         async for row in self._all(subject):
             now = await metric(subject.server, parts.PROGRAMS)

@@ -66,15 +66,17 @@ async def cancels(subject: OverHttp, questions: Questions, *, count: int, most_p
     timed = await subject.answer(questions.random(most_prompt, most_answer))  # the longest wait
     fail_if_none([timed])
     await idle(subject)
-    longest, before, left = timed.over - timed.asked, await metric(server, EXTENTS), iter(range(count))
-    longest, over = max(longest, 0.2), 0
+    longest, before = max(timed.over - timed.asked, 0.2), await metric(server, EXTENTS)
+    leaving = over = 0
 
     async def client() -> None:
-        nonlocal over
-        for _ in left:
+        nonlocal longest, leaving, over
+        while leaving < count:
+            leaving += 1
             task = asyncio.create_task(subject.answer(questions.random(most_prompt, most_answer)))
             done, _ = await asyncio.wait([task], timeout=rng.uniform(0, longest))
-            over += bool(done)
+            if done:  # the next ones leave sooner
+                leaving, over, longest = leaving - 1, over + 1, 0.95 * longest
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
@@ -82,7 +84,7 @@ async def cancels(subject: OverHttp, questions: Questions, *, count: int, most_p
     await idle(subject)
     leaked = before - await metric(server, EXTENTS)
     fail_if_none([await subject.answer(questions.random(most_prompt, most_answer))])
-    return dict(part="cancel", cancels=count - over, over_before=over, free_extents=int(before), extents_leaked=int(leaked))
+    return dict(part="cancel", cancels=count, over_before=over, free_extents=int(before), extents_leaked=int(leaked))
 
 
 async def soak(
