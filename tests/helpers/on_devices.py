@@ -26,6 +26,7 @@ from icejax.engine.prefill import pool_for, prefill
 from icejax.engine.sampling import Sampling
 from icejax.engine.units.job import PrefillJob
 from icejax.engine.units.sizes import UnitSizes
+from icejax.runtime import devices
 from tests.helpers.letters import Letters
 from tests.helpers.run import plan_for
 
@@ -144,10 +145,10 @@ def decode(model, policy) -> dict:
 
 def compared(name: str) -> dict:
     """Returns how a model on several devices compares with the model on one."""
-    (raw, cache, options, devices), in_units = CASES[name], []
+    (raw, cache, options, count), in_units = CASES[name], []
     with tempfile.TemporaryDirectory() as folder:
         path, policy = checkpoint(raw, Path(folder)), make_policy(cache, options)
-        models = [load_model(path, mesh=mesh, **WEIGHTS.get(name, {})) for mesh in (None, devices)]
+        models = [load_model(path, mesh=mesh, **WEIGHTS.get(name, {})) for mesh in (None, count)]
         one, several = (decode(model, policy) for model in models)
         if name in IN_UNITS:
             pairs = zip(*(first_logits_in_units(model, policy) for model in models), strict=True)
@@ -166,6 +167,7 @@ def compared(name: str) -> dict:
 
 
 if __name__ == "__main__":
+    devices.set_limits()
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     for name in sys.argv[1:]:
         print(json.dumps(dict(case=name) | compared(name)), flush=True)
