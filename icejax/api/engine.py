@@ -28,7 +28,7 @@ from icejax.engine.serving.thread import EngineThread, Handle
 from icejax.files.atomic_folder import as_path
 from icejax.models.decoder import CausalLM
 from icejax.models.sharding import check_one_device
-from icejax.runtime import devices
+from icejax.runtime import devices, processes
 
 
 class Engine:
@@ -83,6 +83,7 @@ class Engine:
         Raises:
             InputError: an option is out of range, the host has too little memory, or the folder cannot be used.
         """
+        processes.check_one_process("an engine")
         self._model, self._tokenizer, policy = model, tokenizer, checked_policy(cache)
         self.context_length, limit = check_context(model, context_length), devices.check_limit(host_memory_limit)
         integer("context_length", self.context_length, least=2)  # a token of a prompt and one of its answer

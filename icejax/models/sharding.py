@@ -64,7 +64,7 @@ def put(key: str, weight: Any, mesh: Mesh) -> Any:
                 raise InputError(
                     f"mesh {AXIS}={mesh.heads} does not divide the {size} groups of columns of {key}: use fewer devices"
                 )
-    return jax.block_until_ready(jax.tree.map(lambda x, array_cut: jax.device_put(x, mesh.sharding(array_cut)), weight, cuts))
+    return jax.block_until_ready(jax.tree.map(lambda x, array_cut: mesh.put(x, array_cut), weight, cuts))
 
 
 def module_cuts(module: Any) -> Any:

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import integer
-from icejax.runtime import devices
+from icejax.runtime import devices, processes
 
 AXIS = "heads"
 WHOLE = PartitionSpec()  # of an array that every device has whole, or that differs from device to device and never leaves them
@@ -34,7 +34,7 @@ def cut(axis: int) -> PartitionSpec:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The first devices of the platform, in a row.
+    """The first devices of the platform, in a row; of several processes each has as many, which only it can read.
 
     Attributes:
         heads: number of devices, which share the KV heads.
@@ -50,6 +50,10 @@ class Mesh:
     def sharding(self, array_cut: PartitionSpec = WHOLE, *, on_host: bool = False) -> NamedSharding:
         """Returns the sharding of an array with a cut, on the devices or in host memory that programs read."""
         return devices.cut_sharding(self.devices, array_cut, on_host=on_host)
+
+    def put(self, array: np.ndarray, array_cut: PartitionSpec) -> jax.Array:
+        """Returns an array on the devices; of several processes each puts the shares of its own."""
+        return jax.make_array_from_callback(array.shape, self.sharding(array_cut), lambda part: array[part])
 
     def zeros_on_host(self, shape: tuple[int, ...], dtype: np.dtype, array_cut: PartitionSpec) -> jax.Array:
         """Returns an array of zeros in host memory, of which no more than a device's share is made at a time."""
@@ -67,7 +71,7 @@ def read_mesh(mesh: str | int | None) -> Mesh | None:
     """Returns the mesh of `--mesh`, or of a number of devices; None for one device.
 
     Raises:
-        InputError: it is not `heads=N`, or JAX has fewer devices.
+        InputError: it is not `heads=N`, JAX has fewer devices, or the processes would not have equally many.
     """
     if mesh is None:
         return None
@@ -78,6 +82,8 @@ def read_mesh(mesh: str | int | None) -> Mesh | None:
     if count > there:
         advice = f"set XLA_FLAGS=--xla_force_host_platform_device_count={count}" if devices.platform() == "cpu" else "use fewer"
         raise InputError(f"mesh {AXIS}={count} needs {count} devices and JAX finds {there}: {advice}")
+    if count % processes.count():
+        raise InputError(f"mesh {AXIS}={count} is over {processes.count()} processes: N must be a multiple of {processes.count()}")
     return None if count == 1 else Mesh(count)
 
 
