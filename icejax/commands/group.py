@@ -67,7 +67,9 @@ def read_in_group(arguments: argparse.Namespace) -> list[PromptLine]:
     if arguments.coordinator is None:
         return read_prompts(arguments)
     lines = [dataclasses.asdict(line) for line in read_prompts(arguments)] if processes.is_first() else None
-    return [PromptLine(**fields | dict(stop=fields["stop"] and tuple(fields["stop"]))) for fields in processes.from_first(lines)]
+    return [
+        PromptLine(**fields | dict(stop=fields["stop"] and tuple(fields["stop"]))) for fields in processes.from_first(lines)
+    ]
 
 
 def prints_answers(arguments: argparse.Namespace) -> bool:

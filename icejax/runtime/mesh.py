@@ -83,7 +83,9 @@ def read_mesh(mesh: str | int | None) -> Mesh | None:
         advice = f"set XLA_FLAGS=--xla_force_host_platform_device_count={count}" if devices.platform() == "cpu" else "use fewer"
         raise InputError(f"mesh {AXIS}={count} needs {count} devices and JAX finds {there}: {advice}")
     if count % processes.count():
-        raise InputError(f"mesh {AXIS}={count} is over {processes.count()} processes: N must be a multiple of {processes.count()}")
+        raise InputError(
+            f"mesh {AXIS}={count} is over {processes.count()} processes: N must be a multiple of {processes.count()}"
+        )
     return None if count == 1 else Mesh(count)
 
 

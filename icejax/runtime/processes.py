@@ -87,12 +87,16 @@ def membership(coordinator: str, processes: int | None, process: int | None) -> 
     """
     if coordinator == AUTO:
         if processes is not None or process is not None:
-            raise InputError(f"coordinator {AUTO} finds the number of processes and of this one: leave them out, or give HOST:PORT")
+            raise InputError(
+                f"coordinator {AUTO} finds the number of processes and of this one: leave them out, or give HOST:PORT"
+            )
         if LEADER not in os.environ:
             return None, None, None
         address, *numbers = (os.environ.get(name, "") for name in (LEADER, SIZE, INDEX))
         if not all(map(str.isdecimal, numbers)):
-            raise InputError(f"{SIZE} and {INDEX} must be whole numbers beside {LEADER}, got {' and '.join(map(repr, numbers))}")
+            raise InputError(
+                f"{SIZE} and {INDEX} must be whole numbers beside {LEADER}, got {' and '.join(map(repr, numbers))}"
+            )
         coordinator, processes, process = f"{address}:{os.environ.get('JAX_COORDINATOR_PORT', PORT)}", *map(int, numbers)
     match = ADDRESS.fullmatch(coordinator) if isinstance(coordinator, str) else None
     if match is None or not 0 < int(match[1]) < 2**16:
@@ -145,7 +149,9 @@ def check_one_process(what: str) -> None:
 
 def is_loss(error: BaseException) -> bool:
     """Says whether JAX's error means that another process of the group is lost."""
-    return bool(re.search("gloo|nccl|coordination", str(error), re.IGNORECASE)) and isinstance(error, (RuntimeError, ValueError))
+    return bool(re.search("gloo|nccl|coordination", str(error), re.IGNORECASE)) and isinstance(
+        error, (RuntimeError, ValueError)
+    )
 
 
 def moved() -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -142,21 +143,26 @@ def decode(model, policy) -> dict:
     )
 
 
-def compared(name: str) -> dict:
-    """Returns how a model on several devices compares with the model on one."""
+def compared(name: str, count: int | None = None, texts: Callable = lambda model, policy: None) -> dict:
+    """Returns how a model on several devices compares with the model on one.
+
+    Args:
+        count: number of devices; None: that of the case.
+        texts: called with each model and the policy; whether both returned the same is among the results.
+    """
     (raw, cache, options, devices), in_units = CASES[name], []
     with tempfile.TemporaryDirectory() as folder:
         path, policy = checkpoint(raw, Path(folder)), make_policy(cache, options)
-        models = [load_model(path, mesh=mesh, **WEIGHTS.get(name, {})) for mesh in (None, devices)]
+        models = [load_model(path, mesh=mesh, **WEIGHTS.get(name, {})) for mesh in (None, count or devices)]
         one, several = (decode(model, policy) for model in models)
         if name in IN_UNITS:
             pairs = zip(*(first_logits_in_units(model, policy) for model in models), strict=True)
             in_units = [float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in pairs]
-        same_answers = answers(models[0]) == answers(models[1]) if name == "full-4" else True
+        one_text, other_text = (texts(model, policy) for model in models)
     difference = np.abs(several["counters"] - one["counters"])
     return dict(
         error=max(float(np.abs(several["logits"] - one["logits"]).max()), *in_units, 0.0),
-        same_answers=same_answers,
+        same_answers=one_text == other_text,
         same_tokens=not difference[:, 0].any(),
         counts=difference[:, 1:].max((0, 2)).tolist(),
         attended=int(one["counters"][:, 1].sum()),
@@ -168,4 +174,5 @@ def compared(name: str) -> dict:
 if __name__ == "__main__":
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     for name in sys.argv[1:]:
-        print(json.dumps(dict(case=name) | compared(name)), flush=True)
+        texts = (lambda model, _: answers(model)) if name == "full-4" else (lambda *_: None)
+        print(json.dumps(dict(case=name) | compared(name, texts=texts)), flush=True)

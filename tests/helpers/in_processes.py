@@ -1,0 +1,66 @@
+"""Decodes on one device and in a group of processes that have one each, and writes a model that commands can run.
+
+``python -m tests.helpers.in_processes HOST:PORT N I CASE...`` is process I of N. For each case of `tests.helpers.on_devices` the
+first one prints a JSON line that says how the runs compare.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+
+import icejax
+from icejax.runtime import processes
+from tests.helpers import small_tokenizers
+from tests.helpers.letters import Letters
+from tests.helpers.on_devices import LLAMA, checkpoint, compared, prompts_of
+
+
+def coordinator() -> str:
+    """Returns an address of this machine with a port that is free."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def start(*commands: list[str], **options) -> list[subprocess.Popen]:
+    """Starts a Python process with each list of arguments."""
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return [subprocess.Popen([sys.executable, *command], env=dict(os.environ), **pipes, **options) for command in commands]
+
+
+def generate(folder: Path, count: int, *arguments: str, address: str | None = None) -> list[list[str]]:
+    """Returns the arguments of `icejax generate` for every process of a group."""
+    address = address or coordinator()
+    common = ["-m", "icejax", "generate", "-m", str(folder), "--coordinator", address, "--processes", str(count)]
+    return [[*common, "--process", str(i), "--mesh", f"heads={count}", *arguments] for i in range(count)]
+
+
+def model_folder(folder: Path) -> Path:
+    """Writes a small random model with a tokenizer of bytes."""
+    file = small_tokenizers.byte_level()
+    small_tokenizers.write(folder, file)
+    return checkpoint(LLAMA | dict(vocab_size=len(file["model"]["vocab"]), num_hidden_layers=1), folder)
+
+
+def texts(model, policy) -> list[tuple[int, ...]]:
+    """Returns the tokens of a greedy answer, and of one that samples."""
+    [prompt], options = prompts_of((90,)), dict(cache=policy, max_new_tokens=12, seed=3)
+    samplings = icejax.Sampling(), icejax.Sampling(temperature=1.0, top_p=0.9)
+    responses = [icejax.generate(model, Letters(), [prompt], sampling=sampling, **options)[0] for sampling in samplings]
+    return [tuple(response.token_ids) for response in responses]
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    address, count, number, *names = sys.argv[1:]
+    processes.join(address, processes=int(count), process=int(number))
+    for name in names:
+        result = dict(case=name, devices=len(jax.devices())) | compared(name, int(count), texts)
+        if processes.is_first():
+            print(json.dumps(result), flush=True)
+    processes.leave()
