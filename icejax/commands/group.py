@@ -23,6 +23,7 @@ from icejax.text import tokenizer_errors
 
 LOST = 1  # exit status of a process whose group has lost another one
 LOST_LINE = "another process of the group has ended or cannot be reached: this one ends too"
+ABSENT_LINE = "not all processes of the group have joined it in five minutes: see that the coordinator's port can be reached"
 OWN = ("process", "compile_cache", "quiet", "verbose")  # options that may differ from process to process
 _restored: list[int] = []  # the command's stderr, and the file that C++ code writes to in its place
 
@@ -90,7 +91,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 def _quiet_runtime(name: str) -> Iterator[None]:
     """Hides what C++ code prints: gloo's line on stdout, and on stderr what comes before JAX aborts for a lost process.
 
-    Everything else on stderr is printed at the end of the block, or before another abort.
+    Everything else on stderr is printed at the end of the block, unless it ends by bad input, or before another abort.
     """
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_moved(stream) for stream in streams)
@@ -102,8 +103,8 @@ def _quiet_runtime(name: str) -> Iterator[None]:
     aborted = _on_abort(name)
     try:
         yield
-    finally:
         _show_held()
+    finally:
         os.dup2(_restored[0], streams[1].fileno())
         ctypes.CDLL(None).signal(signal.SIGABRT, None)  # the default
         del aborted
@@ -130,8 +131,9 @@ def _on_abort(name: str) -> Callable[[int], None]:
     """
 
     def end(_: int) -> None:
-        if b"distributed service detected fatal errors" in _held():
-            os.write(_restored[0], f"{name}: error: {LOST_LINE}\n".encode())
+        if b"distributed service detected fatal errors" in (held := _held()):
+            line = ABSENT_LINE if b"RegisterTask" in held else LOST_LINE
+            os.write(_restored[0], f"{name}: error: {line}\n".encode())
             os._exit(LOST)
         _show_held()
         os._exit(128 + signal.SIGABRT)

@@ -54,7 +54,8 @@ def join(coordinator: str, *, processes: int | None = None, process: int | None 
         process: number of this one, from 0.
 
     Raises:
-        InputError: the address or a number is invalid, JAX has started, or the others are not there after five minutes.
+        InputError: the address or a number is invalid, JAX has started, or the first process cannot listen at the address.
+            If the others are not there after five minutes, JAX aborts.
     """
     address, count, number = membership(coordinator, processes, process)
     if jax.distributed.is_initialized():
@@ -74,6 +75,10 @@ def join(coordinator: str, *, processes: int | None = None, process: int | None 
             raise InputError(
                 f"coordinator {AUTO} finds no SLURM, Open MPI, TPU pod, indexed Kubernetes job or LeaderWorkerSet: "
                 "give the coordinator's HOST:PORT, the number of processes and the number of this one"
+            ) from None
+        if "start RPC server" in str(error):
+            raise InputError(
+                f"process {number} cannot listen at {address}: the port is taken, or HOST is no address of this machine"
             ) from None
         where = "the cluster's coordinator" if address is None else f"the coordinator {address}"
         raise InputError(f"process {number} cannot join its group at {where}: {str(error).splitlines()[0]}") from error

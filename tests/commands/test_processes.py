@@ -3,7 +3,9 @@
 import json
 import threading
 import time
+import types
 
+import jax
 import numpy as np
 import pytest
 
@@ -137,6 +139,28 @@ def test_a_process_that_has_started_jax_joins_no_group():
     assert str(error.value) == "JAX has started its devices: join a group of processes before anything else"
 
 
+def test_a_group_that_cannot_begin_is_refused(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(devices, "started", lambda: False)
+    monkeypatch.setattr(jax.distributed, "initialize", fail)
+    monkeypatch.delenv(processes.LEADER, raising=False)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    refused = {
+        ("UNKNOWN: Failed to start RPC server", "h:1"): "process 0 cannot listen at h:1: the port is taken, or HOST is no "
+        "address of this machine",
+        ("coordinator_address should be defined.", "auto"): "coordinator auto finds no SLURM, Open MPI, TPU pod, indexed "
+        "Kubernetes job or LeaderWorkerSet: give the coordinator's HOST:PORT, the number of processes and the number of this one",
+        ("a\nb", "h:1"): "process 0 cannot join its group at the coordinator h:1: a",
+    }
+    for (reason, coordinator), message in refused.items():
+        numbers = {} if coordinator == "auto" else dict(processes=2, process=0)
+        with pytest.raises(icejax.InputError) as error:
+            icejax.join(coordinator, **numbers)
+        assert str(error.value) == message
+
+
 def test_processes_have_equally_many_devices_of_a_mesh(monkeypatch):
     monkeypatch.setattr(processes, "count", lambda: 2)
     monkeypatch.setattr(devices, "first", lambda: [None] * 8)
@@ -146,10 +170,10 @@ def test_processes_have_equally_many_devices_of_a_mesh(monkeypatch):
     assert mesh.read_mesh("heads=4") == mesh.Mesh(4)
 
 
-def test_an_engine_in_several_processes_is_refused(monkeypatch, bundled):
+def test_an_engine_in_several_processes_is_refused(monkeypatch):
     monkeypatch.setattr(processes, "count", lambda: 2)
     with pytest.raises(icejax.InputError) as error:
-        icejax.Engine(*bundled)
+        icejax.Engine(None, None)
     assert str(error.value) == "an engine runs in one process, and this group has 2"
 
 
@@ -166,12 +190,13 @@ def test_calls_that_differ_are_refused(monkeypatch):
 
 def test_a_group_without_progress_ends(monkeypatch, caplog):
     monkeypatch.setattr(processes, "count", lambda: 2)
-    ended, statuses = threading.Event(), []
-    with processes.watched(seconds=0.4, end=lambda status: (statuses.append(status), ended.set())):
-        for _ in range(8):
-            time.sleep(0.1)
+    ended, statuses, now = threading.Event(), [], [0.0]
+    monkeypatch.setattr(processes, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    with processes.watched(seconds=0.04, end=lambda status: (statuses.append(status), ended.set())):
+        for now[0] in (0.03, 0.06, 0.09):
+            assert not ended.wait(0.05)
             processes.moved()
-        assert not statuses  # it moves
-        assert ended.wait(10)
+        now[0] = 0.14
+        assert ended.wait(60)
     assert statuses == [1]
     assert caplog.messages == ["process 0 of 2 made no progress for 0 s: it ends, and its group with it"]
