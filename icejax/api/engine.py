@@ -81,7 +81,8 @@ class Engine:
             max_queue: requests that may wait.
 
         Raises:
-            InputError: an option is out of range, the host has too little memory, or the folder cannot be used.
+            InputError: an option is out of range, the host has too little memory, the folder cannot be used, or the process is
+                in a group of several.
         """
         processes.check_one_process("an engine")
         self._model, self._tokenizer, policy = model, tokenizer, checked_policy(cache)

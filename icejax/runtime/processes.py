@@ -13,9 +13,9 @@ import contextlib
 import functools
 import hashlib
 import json
-import logging
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +37,6 @@ PORT = 8476  # of a coordinator whose port nobody names; JAX's own on TPUs
 HEARTBEAT_S, LEAVE_S = 20, 60
 STUCK_S = 600.0  # seconds without progress, beside compiling, until a process of a group ends itself and so the group
 LEADER, SIZE, INDEX = "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"  # set by Kubernetes' LeaderWorkerSet
-LOG = logging.getLogger(__name__)
 _moved = [0.0]  # when this process last made progress
 
 
@@ -188,9 +187,11 @@ def _watch(ended: threading.Event, seconds: float, end: Callable[[int], None]) -
         if clock().busy:
             moved()
         if time.monotonic() - _moved[0] > seconds:
-            LOG.error("process %d of %d made no progress for %.0f s: it ends, and its group with it", *_place(), seconds)
+            place = f"process {jax.process_index()} of {count()}"
+            # Not by the log: a command holds its lines back while it writes an answer.
+            print(
+                f"icejax: error: {place} made no progress for {seconds:.0f} s: it ends, and its group",
+                file=sys.stderr,
+                flush=True,
+            )
             return end(1)
-
-
-def _place() -> tuple[int, int]:
-    return jax.process_index(), count()

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 import types
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -140,11 +141,7 @@ def test_a_process_that_has_started_jax_joins_no_group():
 
 
 def test_a_group_that_cannot_begin_is_refused(monkeypatch):
-    def fail(*_, **__):
-        raise RuntimeError(reason)
-
     monkeypatch.setattr(devices, "started", lambda: False)
-    monkeypatch.setattr(jax.distributed, "initialize", fail)
     monkeypatch.delenv(processes.LEADER, raising=False)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     refused = {
@@ -154,10 +151,10 @@ def test_a_group_that_cannot_begin_is_refused(monkeypatch):
         "Kubernetes job or LeaderWorkerSet: give the coordinator's HOST:PORT, the number of processes and the number of this one",
         ("a\nb", "h:1"): "process 0 cannot join its group at the coordinator h:1: a",
     }
-    for (reason, coordinator), message in refused.items():
-        numbers = {} if coordinator == "auto" else dict(processes=2, process=0)
+    for (reason, place), message in refused.items():
+        monkeypatch.setattr(jax.distributed, "initialize", Mock(side_effect=RuntimeError(reason)))
         with pytest.raises(icejax.InputError) as error:
-            icejax.join(coordinator, **numbers)
+            icejax.join(place, **{} if place == "auto" else dict(processes=2, process=0))
         assert str(error.value) == message
 
 
@@ -188,7 +185,7 @@ def test_calls_that_differ_are_refused(monkeypatch):
     assert str(error.value) == "prompts of process 0 are not those of process 0: give all processes the same"
 
 
-def test_a_group_without_progress_ends(monkeypatch, caplog):
+def test_a_group_without_progress_ends(monkeypatch, capsys):
     monkeypatch.setattr(processes, "count", lambda: 2)
     ended, statuses, now = threading.Event(), [], [0.0]
     monkeypatch.setattr(processes, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
@@ -199,4 +196,4 @@ def test_a_group_without_progress_ends(monkeypatch, caplog):
         now[0] = 0.14
         assert ended.wait(60)
     assert statuses == [1]
-    assert caplog.messages == ["process 0 of 2 made no progress for 0 s: it ends, and its group with it"]
+    assert capsys.readouterr().err == "icejax: error: process 0 of 2 made no progress for 0 s: it ends, and its group\n"
