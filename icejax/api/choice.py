@@ -85,13 +85,13 @@ class Cost:
 
 
 def this_machine(model: CausalLM, *, device_memory: int | None = None, host_memory_limit: int | None = None) -> Machine:
-    """Returns the machine that runs the model; of several processes the first one's.
+    """Returns the machine that runs the model; if several processes do, they take the first one's for their own.
 
     Args:
         device_memory: bytes of the device's memory; None: what the device reports, on a CPU the machine's free memory.
         host_memory_limit: bytes of host memory that pages may take; None: all that is free.
     """
-    free, size = devices.host_free(), devices.check_limit(device_memory, name="device_memory")
+    free, size = devices.host_free() * mesh.processes_of(model.mesh), devices.check_limit(device_memory, name="device_memory")
     machine = dict(
         platform=devices.platform(),
         kind=devices.device().device_kind,
@@ -99,7 +99,7 @@ def this_machine(model: CausalLM, *, device_memory: int | None = None, host_memo
         host_free=free if host_memory_limit is None else min(free, host_memory_limit),
         one_memory=devices.platform() == "cpu" and device_memory is None,
     )
-    return Machine(**processes.from_first(machine))
+    return Machine(**machine if model.mesh is None else processes.from_first(machine))
 
 
 def session_choice(model: CausalLM, *, context_length: int, device_memory: int | None, host_memory_limit: int | None) -> Choice:

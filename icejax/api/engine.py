@@ -28,7 +28,8 @@ from icejax.engine.serving.thread import EngineThread, Handle
 from icejax.files.atomic_folder import as_path
 from icejax.models.decoder import CausalLM
 from icejax.models.sharding import check_one_device
-from icejax.runtime import devices, processes
+from icejax.runtime import devices
+from icejax.runtime.mesh import processes_of
 
 
 class Engine:
@@ -81,10 +82,11 @@ class Engine:
             max_queue: requests that may wait.
 
         Raises:
-            InputError: an option is out of range, the host has too little memory, the folder cannot be used, or the process is
-                in a group of several.
+            InputError: an option is out of range, the host has too little memory, the folder cannot be used, or the model
+                is shared by several processes.
         """
-        processes.check_one_process("an engine")
+        if processes_of(model.mesh) > 1:
+            raise InputError("an engine runs in one process: leave its group, or call icejax.generate in all processes")
         self._model, self._tokenizer, policy = model, tokenizer, checked_policy(cache)
         self.context_length, limit = check_context(model, context_length), devices.check_limit(host_memory_limit)
         integer("context_length", self.context_length, least=2)  # a token of a prompt and one of its answer

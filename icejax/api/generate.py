@@ -23,6 +23,7 @@ from icejax.engine.serving.job import CoreSizes
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices, processes
 from icejax.runtime.host_reads.choose import try_ahead
+from icejax.runtime.mesh import processes_of
 from icejax.runtime.progress import LOADING, Progress, prefilling
 from icejax.text.tokenizer import load_tokenizer
 from icejax.text.turn_end import end_ids
@@ -99,7 +100,8 @@ def stream_generate(
 
     Raises:
         InputError: before anything runs, if a prompt is empty or too long, an option is out of range, or the host has too
-            little memory. Later, as soon as logits are not finite; the message names the weight or the layer.
+            little memory; or if another process that shares the model gives other arguments. Later, as soon as logits are not
+            finite; the message names the weight or the layer.
     """
     cache, answer, context_length = checked_policy(cache), answer_options(options), check_context(model, context_length)
     devices.check_limit(host_memory_limit)
@@ -122,8 +124,9 @@ def stream_generate(
         cache = choice.policy
         if tell is not None:
             tell(choice.reason)
-    texts = (job.tokens.tolist() for job in jobs)
-    processes.check_alike("prompts, options or cache", lambda: (*texts, asked, answer, cache, sizes, model.mesh))
+    if processes_of(model.mesh) > 1:
+        texts = [job.tokens.tolist() for job in jobs]
+        processes.check_alike("prompts, options or cache", (texts, asked, answer, cache, sizes, model.mesh))
     with prefilling(progress, places * model.config.num_hidden_layers) as layer_done, processes.watched():
         options = dict(host_memory_limit=host_memory_limit, progress=layer_done, watch=watch)
         core = Core(model, tokenizer, cache, sizes, **options)

@@ -94,6 +94,11 @@ def size(mesh: Mesh | None) -> int:
     return 1 if mesh is None else mesh.heads
 
 
+def processes_of(mesh: Mesh | None) -> int:
+    """Returns the number of processes that share the devices."""
+    return 1 if mesh is None else processes.count()
+
+
 def home(mesh: Mesh | None) -> jax.Device | NamedSharding:
     """Returns where arrays that are not cut go: the device, or whole to every device of the mesh."""
     return devices.device() if mesh is None else mesh.sharding()

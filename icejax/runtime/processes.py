@@ -137,18 +137,11 @@ def from_first(value: Any) -> Any:
     return json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)[:size]))
 
 
-def check_alike(what: str, value: Callable[[], Any]) -> None:
-    """Raises InputError, which begins with `what`, if the `repr` of `value()` is not that of the first process's."""
-    if count() > 1:
-        own = hashlib.sha256(repr(value()).encode()).hexdigest()
-        if from_first(own) != own:
-            raise InputError(f"{what} of process {jax.process_index()} are not those of process 0: give all processes the same")
-
-
-def check_one_process(what: str) -> None:
-    """Raises InputError, which begins with `what`, in a group of processes."""
-    if count() > 1:
-        raise InputError(f"{what} runs in one process, and this group has {count()}")
+def check_alike(what: str, value: Any) -> None:
+    """Raises InputError, which begins with `what`, if the `repr` of `value` is not that of the first process's."""
+    own = hashlib.sha256(repr(value).encode()).hexdigest()
+    if from_first(own) != own:
+        raise InputError(f"{what} of process {jax.process_index()} are not those of process 0: give all processes the same")
 
 
 def is_loss(error: BaseException) -> bool:

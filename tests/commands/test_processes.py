@@ -170,18 +170,18 @@ def test_processes_have_equally_many_devices_of_a_mesh(monkeypatch):
 def test_an_engine_in_several_processes_is_refused(monkeypatch):
     monkeypatch.setattr(processes, "count", lambda: 2)
     with pytest.raises(icejax.InputError) as error:
-        icejax.Engine(None, None)
-    assert str(error.value) == "an engine runs in one process, and this group has 2"
+        icejax.Engine(types.SimpleNamespace(mesh=mesh.Mesh(2)), None)
+    message = "an engine runs in one process: leave its group, or call icejax.generate in all processes"
+    assert str(error.value) == message
 
 
 def test_calls_that_differ_are_refused(monkeypatch):
-    monkeypatch.setattr(processes, "count", lambda: 2)
     sent = []
     monkeypatch.setattr(processes, "from_first", lambda value: sent.append(value) or sent[0])
-    processes.check_alike("prompts", lambda: ("a", np.int32(1)))
-    processes.check_alike("prompts", lambda: ("a", np.int32(1)))
+    processes.check_alike("prompts", ("a", np.int32(1)))
+    processes.check_alike("prompts", ("a", np.int32(1)))
     with pytest.raises(icejax.InputError) as error:
-        processes.check_alike("prompts", lambda: ("b", np.int32(1)))
+        processes.check_alike("prompts", ("b", np.int32(1)))
     assert str(error.value) == "prompts of process 0 are not those of process 0: give all processes the same"
 
 
