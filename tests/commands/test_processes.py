@@ -15,7 +15,7 @@ from icejax.commands import group
 from icejax.runtime import devices, mesh, processes
 from tests import tolerances
 from tests.helpers.commands import SHORT, run
-from tests.helpers.in_processes import coordinator, generate, model_folder, start
+from tests.helpers.in_processes import coordinator, generate, generate_in_cluster, leader_worker_set, model_folder, slurm, start
 from tests.helpers.on_devices import CASES
 
 LIMIT_S = 600  # seconds of a run, on a busy machine
@@ -35,7 +35,7 @@ def outcomes(started):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "names"), [(2, ("full-2", "clustered", "coded", "snapkv")), (4, ("clustered",))])
+@pytest.mark.parametrize(("count", "names"), [(2, ("full-2", "clustered", "coded", "snapkv")), (4, ("full-4",))])
 def test_several_processes_decode_as_one_device(count, names):
     address = coordinator()
     commands = [["-m", "tests.helpers.in_processes", address, str(count), str(i), *names] for i in range(count)]
@@ -52,11 +52,11 @@ def test_several_processes_decode_as_one_device(count, names):
 
 
 @pytest.mark.slow
-def test_a_command_in_two_processes_prints_the_text_of_one(tmp_path, capsys):
+def test_a_command_in_a_cluster_prints_the_text_of_one_process(tmp_path, capsys):
     folder, prompt = model_folder(tmp_path), "he 12 x " * 12
-    expected = [run(capsys, "-m", str(folder), *TEXT, *more, prompt) for more in ([], SAMPLED)]
-    for more, alone in zip(([], SAMPLED), expected, strict=True):
-        first, second = start(*generate(folder, 2, *TEXT, *more, "-p", "-"))
+    for more, cluster in (([], leader_worker_set), (SAMPLED, slurm)):
+        alone = run(capsys, "-m", str(folder), *TEXT, *more, prompt)
+        first, second = start(*generate_in_cluster(folder, *TEXT, *more, "-p", "-"), variables=cluster())
         first.stdin.write(prompt)  # the second one reads no prompt
         first.stdin.close()
         first.stdin = None

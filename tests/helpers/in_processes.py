@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -27,17 +28,39 @@ def coordinator() -> str:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def start(*commands: list[str], **options) -> list[subprocess.Popen]:
-    """Starts a Python process with each list of arguments."""
+def start(*commands: list[str], variables: Callable[[int], dict[str, str]] = lambda _: {}) -> list[subprocess.Popen]:
+    """Starts a Python process with each list of arguments, and with environment variables by its number."""
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return [subprocess.Popen([sys.executable, *command], env=dict(os.environ), **pipes, **options) for command in commands]
+    started = enumerate(commands)
+    return [subprocess.Popen([sys.executable, *command], env=os.environ | variables(i), **pipes) for i, command in started]
 
 
-def generate(folder: Path, count: int, *arguments: str, address: str | None = None) -> list[list[str]]:
+def generate(folder: Path, count: int, *arguments: str) -> list[list[str]]:
     """Returns the arguments of `icejax generate` for every process of a group."""
-    address = address or coordinator()
-    common = ["-m", "icejax", "generate", "-m", str(folder), "--coordinator", address, "--processes", str(count)]
-    return [[*common, "--process", str(i), "--mesh", f"heads={count}", *arguments] for i in range(count)]
+    common = ["-m", "icejax", "generate", "-m", str(folder), "--mesh", f"heads={count}", *arguments]
+    group = ["--coordinator", coordinator(), "--processes", str(count)]
+    return [[*common, *group, "--process", str(i)] for i in range(count)]
+
+
+def generate_in_cluster(folder: Path, *arguments: str) -> list[list[str]]:
+    """Returns the arguments for two processes that read a cluster's variables."""
+    return [["-m", "icejax", "generate", "-m", str(folder), "--mesh", "heads=2", "--coordinator", "auto", *arguments]] * 2
+
+
+def leader_worker_set() -> Callable[[int], dict[str, str]]:
+    """Returns the variables that Kubernetes sets in the pods of a LeaderWorkerSet of two."""
+    host, port = coordinator().split(":")
+    common = dict(LWS_LEADER_ADDRESS=host, LWS_GROUP_SIZE="2", JAX_COORDINATOR_PORT=port)
+    return lambda number: common | dict(LWS_WORKER_INDEX=str(number))
+
+
+def slurm() -> Callable[[int], dict[str, str]]:
+    """Returns the variables that SLURM sets in the two tasks of a job."""
+    address = coordinator()
+    host, port = address.split(":")
+    common = dict(SLURM_JOB_ID="1", SLURM_STEP_NODELIST=host, SLURM_NTASKS="2", SLURM_LOCALID="0", SLURM_STEP_NUM_NODES="2")
+    common |= dict(JAX_COORDINATOR_PORT=port, JAX_COORDINATOR_BIND_ADDRESS=address)
+    return lambda number: common | dict(SLURM_PROCID=str(number))
 
 
 def model_folder(folder: Path) -> Path:
