@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="time and memory against context")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="also trace 16 steps of the last context")
     arguments = parser.parse_args(argv)
-    devices.raise_pinned_limit()
+    devices.set_limits()
     try_ahead()
     try:
         flags = dict(map(flag, arguments.flag))

@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
         if "transformers" in names:
             shapes.as_llama(raw)
         one_of("--dtype", arguments.dtype, DTYPES)
-        devices.raise_pinned_limit()
+        devices.set_limits()
         spawn = multiprocessing.get_context("spawn")
         for length, name in itertools.product(lengths, names):
             with ProcessPoolExecutor(1, mp_context=spawn) as process:

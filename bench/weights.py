@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
         "--completions", default="humaneval", metavar="DIR", help="where they are written (default: %(default)s)"
     )
     arguments, printed = parser.parse_args(argv), []
-    devices.raise_pinned_limit()
+    devices.set_limits()
     try:
         for row in rows(arguments):
             print(json.dumps(row), flush=True)

@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.quick:
         parser.set_defaults(**(model.QUICK if arguments.model else QUICK))
     arguments = parser.parse_args(argv)
-    devices.raise_pinned_limit()
+    devices.set_limits()
     try_ahead()
     try:
         if arguments.page:

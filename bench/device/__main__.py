@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     out = arguments.out.absolute()
     scratch = Path(tempfile.gettempdir()) / f"{out.name}-scratch"
     jax.config.update("jax_platforms", "cpu")  # the parts use the device
-    devices.raise_pinned_limit()  # for all parts
+    devices.set_limits()  # for all parts
     all_parts = parts(TINY if arguments.tiny else Sizes(), scratch)
     try:
         if not 0 < arguments.minutes <= MOST_MINUTES or math.isnan(arguments.minutes):

@@ -69,7 +69,7 @@ def one(name: str, pinned: jax.Array, asked: np.ndarray, expected: np.ndarray) -
 
 
 def main(argv: list[str]) -> int:
-    devices.raise_pinned_limit()
+    devices.set_limits()
     for row in rows(high=PAGES if "--tiny" in argv else HIGH):
         print(json.dumps(row), flush=True)
     return 0

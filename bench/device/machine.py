@@ -75,7 +75,7 @@ def _seconds(run) -> float:
 
 
 def main(argv: list[str]) -> int:
-    memory.raise_pinned_limit()
+    memory.set_limits()
     devices, host = memory.devices(), dict(cores=os.cpu_count(), memory_bytes=psutil.virtual_memory().total)
     measured = rates(int(argv[0]) if argv else 2048)
     # nvidia-smi comes last: it reports an idle link as narrower and slower than it is.

@@ -54,7 +54,7 @@ def load(
     """
     if progress is not None:
         progress(LOADING, 0, 0)
-    devices.raise_pinned_limit()
+    devices.set_limits()
     try_ahead()
     devices.check_device()
     checkpoint = open_checkpoint(resolve(path, revision=revision))

@@ -121,7 +121,7 @@ def _run(argv: list[str] | None, name: str) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args(argv)
-    devices.raise_pinned_limit()
+    devices.set_limits()
     choose.try_ahead()
     devices.check_device()
     report = examine(arguments.model)

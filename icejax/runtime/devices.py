@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import jax
@@ -15,7 +16,8 @@ from icejax.checks.numbers import integer
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 PINNED = "pinned_host"  # memory kind of the host memory that programs read
-PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # environment variable that XLA reads when its backend starts
+# Environment variables that XLA reads when its backend starts.
+PINNED_LIMIT, CPU_THREADS = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "PJRT_NPROC"
 
 
 def started() -> bool:
@@ -82,13 +84,20 @@ def cut_sharding(over: Mesh, array_cut: PartitionSpec, *, on_host: bool = False)
     return NamedSharding(over, array_cut, memory_kind=PINNED if on_host else None)
 
 
-def raise_pinned_limit() -> None:
-    """Lets XLA:GPU pin three quarters of the machine's memory instead of 64 GiB, if JAX has not started yet.
+def set_limits() -> None:
+    """Sets the limits that XLA reads from the environment when its backend starts, if the user has not and JAX has not started.
 
-    XLA rounds a request up to a power of two, if the limit allows: with all memory as the limit, a pool of 68 GiB takes 128.
+    XLA:GPU may pin three quarters of the machine's memory instead of 64 GiB. XLA rounds a request up to a power of two, if the
+    limit allows: with all memory as the limit, a pool of 68 GiB takes 128.
+
+    XLA:CPU gets four threads for each of several devices instead of one. A sum blocks a thread of every device. With one thread
+    each, such a sum has waited for its last thread until XLA ended the process.
     """
-    if not started():
-        os.environ.setdefault(PINNED_LIMIT, str(psutil.virtual_memory().total * 3 // 4 // 2**30))
+    if started():
+        return
+    os.environ.setdefault(PINNED_LIMIT, str(psutil.virtual_memory().total * 3 // 4 // 2**30))
+    if several := re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")):
+        os.environ.setdefault(CPU_THREADS, str(4 * int(several[1])))
 
 
 def pinned_limit() -> int:

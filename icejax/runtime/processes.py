@@ -65,7 +65,8 @@ def join(coordinator: str, *, processes: int | None = None, process: int | None 
     if address is not None:
         bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address)  # JAX itself would listen at all addresses
         options |= dict(cluster_detection_method="deactivate", coordinator_bind_address=bind)
-    devices.raise_pinned_limit()
+    devices.set_limits()
+    os.environ.setdefault(devices.CPU_THREADS, str(max(4, os.cpu_count() or 1)))  # a sum blocks a thread, as in `set_limits`
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM
     try:
         jax.distributed.initialize(address, count, number, **options)

@@ -159,7 +159,7 @@ def test_all_memory_may_be_pinned_before_device_use(monkeypatch):
         calls.append("model")
         raise InputError("no weights here")
 
-    monkeypatch.setattr(devices, "raise_pinned_limit", lambda: calls.append("pinned limit"))
+    monkeypatch.setattr(devices, "set_limits", lambda: calls.append("pinned limit"))
     monkeypatch.setattr(shapes, "model", model)
     with pytest.raises(SystemExit):
         decode.main([])

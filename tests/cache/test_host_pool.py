@@ -234,13 +234,13 @@ def test_pinned_limit_is_three_quarters_of_memory_unless_set(monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": 200 * 2**30, "available": 2**40})())
     monkeypatch.setenv(devices.PINNED_LIMIT, "3")
     monkeypatch.delenv(devices.PINNED_LIMIT)
-    devices.raise_pinned_limit()
+    devices.set_limits()
     assert devices.PINNED_LIMIT not in os.environ  # too late: JAX has started
     monkeypatch.setattr(devices, "started", lambda: False)
-    devices.raise_pinned_limit()
+    devices.set_limits()
     assert os.environ[devices.PINNED_LIMIT] == "150"
     monkeypatch.setenv(devices.PINNED_LIMIT, "3")
-    devices.raise_pinned_limit()
+    devices.set_limits()
     held = jax.device_put(np.zeros(2**28, np.uint8), devices.host_sharding())
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for arrays, pinned in (([], ""), ([held], r" with 0\.2 GiB already pinned")):
@@ -253,6 +253,20 @@ def test_pinned_limit_is_three_quarters_of_memory_unless_set(monkeypatch):
     monkeypatch.setenv(devices.PINNED_LIMIT, "much")
     with pytest.raises(InputError, match="XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB must be a whole number of GiB, got 'much'"):
         allocation.allocate((2**15, 1, 1, 8, 2, 16, 128), "float32")
+
+
+@pytest.mark.parametrize(("flags", "threads"), [("--xla_force_host_platform_device_count=8", "32"), ("", None)])
+def test_several_cpu_devices_have_threads_to_spare(monkeypatch, flags, threads):
+    monkeypatch.setattr(devices, "started", lambda: False)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    for name in (devices.CPU_THREADS, devices.PINNED_LIMIT):
+        monkeypatch.setenv(name, "1")  # so that it is restored
+        monkeypatch.delenv(name)
+    devices.set_limits()
+    assert os.environ.get(devices.CPU_THREADS) == threads
+    monkeypatch.setenv(devices.CPU_THREADS, "9")
+    devices.set_limits()
+    assert os.environ[devices.CPU_THREADS] == "9"
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from icejax.engine.prefill import pool_for, prefill
 from icejax.engine.sampling import Sampling
 from icejax.engine.units.job import PrefillJob
 from icejax.engine.units.sizes import UnitSizes
+from icejax.runtime import devices
 from tests.helpers.letters import Letters
 from tests.helpers.run import plan_for
 
@@ -143,17 +144,17 @@ def decode(model, policy) -> dict:
     )
 
 
-def compared(name: str, count: int | None = None, texts: Callable = lambda model, policy: None) -> dict:
+def compared(name: str, over: int | None = None, texts: Callable = lambda model, policy: None) -> dict:
     """Returns how a model on several devices compares with the model on one.
 
     Args:
-        count: number of devices; None: that of the case.
+        over: number of devices; None: that of the case.
         texts: called with each model and the policy; whether both returned the same is among the results.
     """
-    (raw, cache, options, devices), in_units = CASES[name], []
+    (raw, cache, options, count), in_units = CASES[name], []
     with tempfile.TemporaryDirectory() as folder:
         path, policy = checkpoint(raw, Path(folder)), make_policy(cache, options)
-        models = [load_model(path, mesh=mesh, **WEIGHTS.get(name, {})) for mesh in (None, count or devices)]
+        models = [load_model(path, mesh=mesh, **WEIGHTS.get(name, {})) for mesh in (None, over or count)]
         one, several = (decode(model, policy) for model in models)
         if name in IN_UNITS:
             pairs = zip(*(first_logits_in_units(model, policy) for model in models), strict=True)
@@ -172,6 +173,7 @@ def compared(name: str, count: int | None = None, texts: Callable = lambda model
 
 
 if __name__ == "__main__":
+    devices.set_limits()
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     for name in sys.argv[1:]:
         texts = (lambda model, _: answers(model)) if name == "full-4" else (lambda *_: None)
