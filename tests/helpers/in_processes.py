@@ -14,11 +14,9 @@ from pathlib import Path
 
 import jax
 
-import icejax
 from icejax.runtime import processes
 from tests.helpers import small_tokenizers
-from tests.helpers.letters import Letters
-from tests.helpers.on_devices import LLAMA, checkpoint, compared, prompts_of
+from tests.helpers.on_devices import LLAMA, checkpoint, compared
 
 
 def coordinator() -> str:
@@ -70,20 +68,12 @@ def model_folder(folder: Path) -> Path:
     return checkpoint(LLAMA | dict(vocab_size=len(file["model"]["vocab"]), num_hidden_layers=1), folder)
 
 
-def texts(model, policy) -> list[tuple[int, ...]]:
-    """Returns the tokens of a greedy answer, and of one that samples."""
-    [prompt], options = prompts_of((90,)), dict(cache=policy, max_new_tokens=12, seed=3)
-    samplings = icejax.Sampling(), icejax.Sampling(temperature=1.0, top_p=0.9)
-    responses = [icejax.generate(model, Letters(), [prompt], sampling=sampling, **options)[0] for sampling in samplings]
-    return [tuple(response.token_ids) for response in responses]
-
-
 if __name__ == "__main__":
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     address, count, number, *names = sys.argv[1:]
     processes.join(address, processes=int(count), process=int(number))
     for name in names:
-        result = dict(case=name, devices=len(jax.devices())) | compared(name, int(count), texts)
+        result = dict(case=name, devices=len(jax.devices())) | compared(name, int(count))
         if processes.is_first():
             print(json.dumps(result), flush=True)
     processes.leave()

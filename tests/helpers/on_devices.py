@@ -9,7 +9,6 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -144,26 +143,25 @@ def decode(model, policy) -> dict:
     )
 
 
-def compared(name: str, over: int | None = None, texts: Callable = lambda model, policy: None) -> dict:
+def compared(name: str, over: int | None = None) -> dict:
     """Returns how a model on several devices compares with the model on one.
 
     Args:
-        over: number of devices; None: that of the case.
-        texts: called with each model and the policy; whether both returned the same is among the results.
+        over: number of devices of several processes, where no prompt is prefilled in units; None: one process has the case's.
     """
     (raw, cache, options, count), in_units = CASES[name], []
     with tempfile.TemporaryDirectory() as folder:
         path, policy = checkpoint(raw, Path(folder)), make_policy(cache, options)
         models = [load_model(path, mesh=mesh, **WEIGHTS.get(name, {})) for mesh in (None, over or count)]
         one, several = (decode(model, policy) for model in models)
-        if name in IN_UNITS:
+        if name in IN_UNITS and over is None:
             pairs = zip(*(first_logits_in_units(model, policy) for model in models), strict=True)
             in_units = [float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in pairs]
-        one_text, other_text = (texts(model, policy) for model in models)
+        same_answers = answers(models[0]) == answers(models[1]) if name == "full-4" and over is None else True
     difference = np.abs(several["counters"] - one["counters"])
     return dict(
         error=max(float(np.abs(several["logits"] - one["logits"]).max()), *in_units, 0.0),
-        same_answers=one_text == other_text,
+        same_answers=same_answers,
         same_tokens=not difference[:, 0].any(),
         counts=difference[:, 1:].max((0, 2)).tolist(),
         attended=int(one["counters"][:, 1].sum()),
@@ -176,5 +174,4 @@ if __name__ == "__main__":
     devices.set_limits()
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     for name in sys.argv[1:]:
-        texts = (lambda model, _: answers(model)) if name == "full-4" else (lambda *_: None)
-        print(json.dumps(dict(case=name) | compared(name, texts=texts)), flush=True)
+        print(json.dumps(dict(case=name) | compared(name)), flush=True)
