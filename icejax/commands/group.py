@@ -25,7 +25,7 @@ LOST = 1  # exit status of a process whose group has lost another one
 LOST_LINE = "another process of the group has ended or cannot be reached: this one ends too"
 ABSENT_LINE = "not all processes of the group have joined it in five minutes: see that the coordinator's port can be reached"
 OWN = ("process", "compile_cache", "quiet", "verbose")  # options that may differ from process to process
-_restored: list[int] = []  # the command's stderr, and the file that C++ code writes to in its place
+_stderr: list[int] = []  # the command's own, and the file that C++ code writes to in its place
 
 
 @contextlib.contextmanager
@@ -96,16 +96,20 @@ def _quiet_runtime(name: str) -> Iterator[None]:
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_moved(stream) for stream in streams)
     with tempfile.TemporaryFile() as file:
-        _restored[:] = sys.stderr.fileno(), os.dup(file.fileno())
+        _stderr[:] = sys.stderr.fileno(), os.dup(file.fileno())
     os.dup2(os.open(os.devnull, os.O_WRONLY), streams[0].fileno())
-    os.dup2(_restored[1], streams[1].fileno())
+    os.dup2(_stderr[1], streams[1].fileno())
     tokenizer_errors.own_stderr()  # from now on it redirects what takes stderr's place
-    aborted = _on_abort(name)
+    aborted, shown = _on_abort(name), True
     try:
         yield
-        _show_held()
+    except InputError:
+        shown = False
+        raise
     finally:
-        os.dup2(_restored[0], streams[1].fileno())
+        if shown:
+            _show_held()
+        os.dup2(_stderr[0], streams[1].fileno())
         ctypes.CDLL(None).signal(signal.SIGABRT, None)  # the default
         del aborted
 
@@ -113,15 +117,15 @@ def _quiet_runtime(name: str) -> Iterator[None]:
 def _moved(stream: Any) -> Any:
     """Returns a stream to the same place under another number, which C++ code does not know."""
     stream.flush()
-    return open(os.dup(stream.fileno()), "w", encoding=stream.encoding, errors=stream.errors, buffering=1, closefd=True)
+    return open(os.dup(stream.fileno()), "w", encoding=stream.encoding, errors=stream.errors, buffering=1)
 
 
 def _show_held() -> None:
-    os.write(_restored[0], _held())
+    os.write(_stderr[0], _held())
 
 
 def _held() -> bytes:
-    return os.pread(_restored[1], os.fstat(_restored[1]).st_size, 0)
+    return os.pread(_stderr[1], os.fstat(_stderr[1]).st_size, 0)
 
 
 def _on_abort(name: str) -> Callable[[int], None]:
@@ -133,7 +137,7 @@ def _on_abort(name: str) -> Callable[[int], None]:
     def end(_: int) -> None:
         if b"distributed service detected fatal errors" in (held := _held()):
             line = ABSENT_LINE if b"RegisterTask" in held else LOST_LINE
-            os.write(_restored[0], f"{name}: error: {line}\n".encode())
+            os.write(_stderr[0], f"{name}: error: {line}\n".encode())
             os._exit(LOST)
         _show_held()
         os._exit(128 + signal.SIGABRT)

@@ -133,11 +133,15 @@ def test_a_leader_worker_set_names_the_group(monkeypatch):
     assert processes.membership("auto", None, None) == (None, None, None)
 
 
-def test_a_process_that_has_started_jax_joins_no_group():
+def test_a_process_that_has_started_jax_joins_no_group(monkeypatch):
     assert devices.platform() == "cpu"
     with pytest.raises(icejax.InputError) as error:
         icejax.join("127.0.0.1:1", processes=2, process=0)
     assert str(error.value) == "JAX has started its devices: join a group of processes before anything else"
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    with pytest.raises(icejax.InputError) as error:
+        icejax.join("127.0.0.1:1", processes=2, process=0)
+    assert str(error.value) == "this process has joined a group of processes already: join once"
 
 
 def test_a_group_that_cannot_begin_is_refused(monkeypatch):
