@@ -193,11 +193,15 @@ def test_calls_that_differ_are_refused(monkeypatch):
 
 def test_a_group_without_progress_ends(monkeypatch, capsys):
     monkeypatch.setattr(processes, "count", lambda: 2)
-    ended, statuses, now = threading.Event(), [], [0.0]
-    monkeypatch.setattr(processes, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    ended, statuses, now, asked = threading.Event(), [], [0.0], []
+    clock = types.SimpleNamespace(monotonic=lambda: asked.append(1) or now[0])
+    monkeypatch.setattr(processes, "time", clock)
     with processes.watched(seconds=0.04, end=lambda status: (statuses.append(status), ended.set())):
         for now[0] in (0.03, 0.06, 0.09):
-            assert not ended.wait(0.05)
+            looks = len(asked) + 2
+            while len(asked) < looks and not ended.is_set():
+                time.sleep(0.005)
+            assert not ended.is_set()
             processes.moved()
         now[0] = 0.14
         assert ended.wait(60)
