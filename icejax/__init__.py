@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from icejax.engine.request import Request
     from icejax.engine.response import GenerationResponse
     from icejax.engine.sampling import Sampling
+    from icejax.runtime.processes import join
     from icejax.session.session import Session
     from icejax.text.grammar.rules import Grammar
 
@@ -35,6 +36,7 @@ _MODULES = {
     "Session": "session.session",
     "chat": "api.prompts",
     "generate": "api.generate",
+    "join": "runtime.processes",
     "load": "api.generate",
     "make_policy": "cache.options",
     "model_sampling": "api.model_sampling",
@@ -55,6 +57,7 @@ __all__ = [
     "Session",
     "chat",
     "generate",
+    "join",
     "load",
     "make_policy",
     "model_sampling",

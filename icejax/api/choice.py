@@ -23,7 +23,7 @@ from icejax.config import ModelConfig
 from icejax.engine.buckets import SHORTEST, bucket
 from icejax.engine.layout import Layout, make_layout
 from icejax.models.decoder import CausalLM
-from icejax.runtime import devices, mesh
+from icejax.runtime import devices, mesh, processes
 from icejax.runtime.rates import Rates, rates_of
 
 SHARE = 0.95  # of free device memory that a choice fills: programs and temporary arrays take some too
@@ -85,22 +85,23 @@ class Cost:
 
 
 def this_machine(model: CausalLM, *, device_memory: int | None = None, host_memory_limit: int | None = None) -> Machine:
-    """Returns the machine that runs the model.
+    """Returns the machine that runs the model; if several processes do, they take the first one's for their own.
 
     Args:
         device_memory: bytes of the device's memory; None: what the device reports, on a CPU the machine's free memory.
         host_memory_limit: bytes of host memory that pages may take; None: all that is free.
     """
-    free, size = devices.host_free(), devices.check_limit(device_memory, name="device_memory")
+    free, size = devices.host_free() * mesh.processes_of(model.mesh), devices.check_limit(device_memory, name="device_memory")
     count = mesh.size(model.mesh)
     copies = 1 if model.config.latent is None else count  # of a latent cache, one on each device
-    return Machine(
+    machine = dict(
         platform=devices.platform(),
         kind=devices.device().device_kind,
         device_free=devices.device_free(model, size, count=count) // copies,
         host_free=(free if host_memory_limit is None else min(free, host_memory_limit)) // copies,
         one_memory=devices.platform() == "cpu" and device_memory is None,
     )
+    return Machine(**machine if model.mesh is None else processes.from_first(machine))
 
 
 def session_choice(model: CausalLM, *, context_length: int, device_memory: int | None, host_memory_limit: int | None) -> Choice:

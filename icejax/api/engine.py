@@ -28,6 +28,7 @@ from icejax.engine.serving.thread import EngineThread, Handle
 from icejax.files.atomic_folder import as_path
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
+from icejax.runtime.mesh import check_one_process
 
 
 class Engine:
@@ -80,8 +81,10 @@ class Engine:
             max_queue: requests that may wait.
 
         Raises:
-            InputError: an option is out of range, the host has too little memory, or the folder cannot be used.
+            InputError: an option is out of range, the host has too little memory, the folder cannot be used, or the model
+                is shared by several processes.
         """
+        check_one_process(model.mesh, "an engine")
         self._model, self._tokenizer, policy = model, tokenizer, checked_policy(cache)
         self.context_length, limit = check_context(model, context_length), devices.check_limit(host_memory_limit)
         integer("context_length", self.context_length, least=2)  # a token of a prompt and one of its answer

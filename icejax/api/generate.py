@@ -21,8 +21,9 @@ from icejax.engine.response import GenerationResponse, joined
 from icejax.engine.serving.core import Core
 from icejax.engine.serving.job import CoreSizes
 from icejax.models.decoder import CausalLM
-from icejax.runtime import devices
+from icejax.runtime import devices, processes
 from icejax.runtime.host_reads.choose import try_ahead
+from icejax.runtime.mesh import processes_of
 from icejax.runtime.progress import LOADING, Progress, prefilling
 from icejax.text.tokenizer import load_tokenizer
 from icejax.text.turn_end import end_ids
@@ -99,12 +100,14 @@ def stream_generate(
 
     Raises:
         InputError: before anything runs, if a prompt is empty or too long, an option is out of range, or the host has too
-            little memory. Later, as soon as logits are not finite; the message names the weight or the layer.
+            little memory; or if another process that shares the model gives other arguments. Later, as soon as logits are not
+            finite; the message names the weight or the layer.
     """
     cache, answer, context_length = checked_policy(cache), answer_options(options), check_context(model, context_length)
     devices.check_limit(host_memory_limit)
     places = None if batch_size is None else integer("batch_size", batch_size, most=2**63)
-    jobs = jobs_of(model, tokenizer, requests(prompts), answer, n=n, context_length=context_length)
+    asked = requests(prompts)
+    jobs = jobs_of(model, tokenizer, asked, answer, n=n, context_length=context_length)
     lengths = sorted((len(job.tokens) if job.sample == 0 else 1 for job in jobs), reverse=True)
     places = min(places or len(jobs), len(jobs))
     sizes = CoreSizes(
@@ -116,12 +119,15 @@ def stream_generate(
         samples=n > 1,
     )
     if cache is None:
-        asked = dict(batch_size=places, prompt_tokens=sizes.prompt_tokens, new_tokens=sizes.new_tokens, joins=sizes.joins)
-        choice = batch_choice(model, device_memory=device_memory, host_memory_limit=host_memory_limit, **asked)
+        need = dict(batch_size=places, prompt_tokens=sizes.prompt_tokens, new_tokens=sizes.new_tokens, joins=sizes.joins)
+        choice = batch_choice(model, device_memory=device_memory, host_memory_limit=host_memory_limit, **need)
         cache = choice.policy
         if tell is not None:
             tell(choice.reason)
-    with prefilling(progress, places * model.config.num_hidden_layers) as layer_done:
+    if processes_of(model.mesh) > 1:
+        texts = [job.tokens.tolist() for job in jobs]
+        processes.check_alike("prompts, options or cache", (texts, asked, answer, cache, sizes, model.mesh))
+    with prefilling(progress, places * model.config.num_hidden_layers) as layer_done, processes.watched():
         options = dict(host_memory_limit=host_memory_limit, progress=layer_done, watch=watch)
         core = Core(model, tokenizer, cache, sizes, **options)
         for job in jobs:

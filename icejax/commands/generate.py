@@ -15,9 +15,10 @@ from icejax.cache.registry import IN_PAGES
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
 from icejax.commands import options
+from icejax.commands.group import in_group, prints_answers, read_in_group
 from icejax.commands.loading import load, resume_or_start, tell_cache, with_model_sampling
 from icejax.commands.many import run as many
-from icejax.commands.requests import PromptLine, check_template_use, read_prompts
+from icejax.commands.requests import PromptLine, check_template_use
 from icejax.commands.terminal.phases import Phases
 from icejax.commands.terminal.process import ending
 from icejax.commands.terminal.show import answer, answers, table
@@ -39,7 +40,8 @@ def _parse_and_run(argv: list[str] | None, name: str) -> None:
     arguments = options.parser(name).parse_args(argv)
     if arguments.verbose:
         logging.getLogger("icejax").setLevel(logging.INFO)
-    with report_out_of_memory("use a shorter prompt, a smaller --batch-size, or a 16-bit --dtype", arguments.session):
+    advice = "use a shorter prompt, a smaller --batch-size, or a 16-bit --dtype"
+    with in_group(arguments, name), report_out_of_memory(advice, arguments.session):
         run(arguments, Console(stderr=True))
 
 
@@ -61,7 +63,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         check_picture(arguments.explain)
         if arguments.session is not None:
             raise InputError("--explain shows one answer to one prompt: leave --session out")
-    prompts = read_prompts(arguments)
+    prompts = read_in_group(arguments)
     if any(line.logprobs is not None for line in prompts) and not arguments.json:
         raise InputError("'logprobs' of a .jsonl file need --json: a text has no place for them")
     template_arguments = options.template_arguments(arguments)
@@ -82,7 +84,8 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         policy = IN_PAGES if policy is None else policy  # it shows what pages bring
         texts = dict(context_length=arguments.context_length, parse_special=answer_options.parse_special)
         explanation = _explanation(model, tokenizer, policy, requests, **texts)
-    responses, streaming = [], len(prompts) == 1 and not arguments.json and not arguments.no_stream
+    prints = prints_answers(arguments)
+    responses, streaming = [], prints and len(prompts) == 1 and not arguments.json and not arguments.no_stream
     with Phases(console, quiet=arguments.quiet) as phases:
         stream = stream_generate(
             model,
@@ -99,7 +102,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         )
         sizes = dict(rows=len(prompts), total=sum(request.max_new_tokens for request in requests))
         for line, response in zip(prompts, answers(stream, phases, streaming=streaming, **sizes), strict=True):
-            if not streaming:
+            if prints and not streaming:
                 answer(response, arguments, console, line.id)
             responses.append(response)
     if explanation is not None:

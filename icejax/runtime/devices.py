@@ -39,8 +39,8 @@ def platform() -> str:
 
 
 def device(platform: str | None = None) -> jax.Device:
-    """Returns the device that programs run on, or the first of another platform."""
-    return jax.devices(platform)[0]
+    """Returns the device of this process that programs run on, or the first of another platform."""
+    return jax.local_devices(backend=platform)[0]
 
 
 def device_name(named: jax.Device | None = None) -> str:
@@ -72,8 +72,11 @@ def host_sharding() -> SingleDeviceSharding:
 
 
 def first(count: int | None = None) -> list[jax.Device]:
-    """Returns the first `count` devices, or all."""
-    return jax.devices()[:count]
+    """Returns the first `count` devices, of which every process has as many, one process after another; None: all."""
+    every, processes = jax.devices(), jax.process_count()
+    if count is None:
+        return every
+    return [device for i in range(processes) for device in [x for x in every if x.process_index == i][: count // processes]]
 
 
 def cut_sharding(over: Mesh, array_cut: PartitionSpec, *, on_host: bool = False) -> NamedSharding:

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import integer
-from icejax.runtime import devices
+from icejax.runtime import devices, processes
 
 AXIS = "heads"
 WHOLE = PartitionSpec()  # of an array that every device has whole, or that differs from device to device and never leaves them
@@ -36,7 +36,7 @@ def cut(axis: int) -> PartitionSpec:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The first devices of the platform, in a row.
+    """The first devices of the platform, in a row; of several processes each has as many, which only it can read.
 
     Attributes:
         heads: number of devices, which share the KV heads.
@@ -76,7 +76,7 @@ def read_mesh(mesh: str | int | None) -> Mesh | None:
     """Returns the mesh of `--mesh`, or of a number of devices; None for one device.
 
     Raises:
-        InputError: it is not `heads=N`, or JAX has fewer devices.
+        InputError: it is not `heads=N`, JAX has fewer devices, or the processes would not have equally many.
     """
     if mesh is None:
         return None
@@ -87,12 +87,27 @@ def read_mesh(mesh: str | int | None) -> Mesh | None:
     if count > there:
         advice = f"set XLA_FLAGS=--xla_force_host_platform_device_count={count}" if devices.platform() == "cpu" else "use fewer"
         raise InputError(f"mesh {AXIS}={count} needs {count} devices and JAX finds {there}: {advice}")
+    if count % processes.count():
+        raise InputError(
+            f"mesh {AXIS}={count} is over {processes.count()} processes: N must be a multiple of {processes.count()}"
+        )
     return None if count == 1 else Mesh(count)
 
 
 def size(mesh: Mesh | None) -> int:
     """Returns the number of devices."""
     return 1 if mesh is None else mesh.heads
+
+
+def processes_of(mesh: Mesh | None) -> int:
+    """Returns the number of processes that share the devices."""
+    return 1 if mesh is None else processes.count()
+
+
+def check_one_process(mesh: Mesh | None, what: str) -> None:
+    """Raises InputError if several processes share the devices."""
+    if processes_of(mesh) > 1:
+        raise InputError(f"{what} runs in one process: leave its group, or call icejax.generate in all processes")
 
 
 def home(mesh: Mesh | None, cuts: Any = WHOLE) -> Any:

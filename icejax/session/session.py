@@ -21,7 +21,7 @@ from icejax.engine.sampling import check_bias
 from icejax.engine.snapshot.fingerprint import check_registered, fingerprint
 from icejax.files.atomic_folder import Claim, as_claim, as_path, claim
 from icejax.models.decoder import CausalLM
-from icejax.runtime import devices
+from icejax.runtime import devices, mesh
 from icejax.runtime.compile_clock import Mark
 from icejax.runtime.progress import Progress, prefilling
 from icejax.session import storage
@@ -73,14 +73,14 @@ class Session:
             system: the system message of a chat; None: the template's own, if it has one.
             tools, chat_template_kwargs: of the chat template, as in `icejax.chat`.
         """
+        mesh.check_one_process(model.mesh, "a session")
         self._model, self._tokenizer, policy = model, tokenizer, checked_policy(cache)
         self.context_length = check_context(model, context_length)
         limits = dict(context_length=self.context_length, host_memory_limit=devices.check_limit(host_memory_limit))
         self._cache = TextCache(model, policy or session_choice(model, device_memory=device_memory, **limits), **limits)
         self.cache_choice = self._cache.reason
-        self.token_ids: list[int] = []
+        self.started, self.token_ids = time.time(), list[int]()
         self.messages, self.template_variables = first_messages(system), template_variables(tools, chat_template_kwargs)
-        self.started = time.time()
         self._outdated = False  # whether the cache holds what the chat leaves out: thoughts, a stop string, a turn taken back
         self._warned = False  # whether the log has a warning that the chat is prefilled anew
         self._newest: Row | None = None

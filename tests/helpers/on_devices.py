@@ -190,18 +190,23 @@ def load_counting(path: Path, **options) -> tuple:
         boxes.read = read
 
 
-def compared(name: str) -> dict:
-    """Returns how a model on several devices compares with the model on one."""
+def compared(name: str, over: int | None = None) -> dict:
+    """Returns how a model on several devices compares with the model on one.
+
+    Args:
+        over: number of devices of several processes, where no prompt is prefilled in units; None: one process has the case's.
+    """
     (raw, cache, options, count), in_units = CASES[name], []
+    meshes = (None, over or count)
     with tempfile.TemporaryDirectory() as folder:
         path, policy = checkpoint(raw, Path(folder)), make_policy(cache, options)
-        (one, stored), (several, read) = (load_counting(path, mesh=mesh, **WEIGHTS.get(name, {})) for mesh in (None, count))
+        (one, stored), (several, read) = (load_counting(path, mesh=mesh, **WEIGHTS.get(name, {})) for mesh in meshes)
         models, [vocabulary, *_] = (one, several), several.model.embed_tokens.weight[...].addressable_shards
         one, several = (decode(model, policy) for model in models)
-        if name in IN_UNITS:
+        if name in IN_UNITS and over is None:
             pairs = zip(*(first_logits_in_units(model, policy) for model in models), strict=True)
             in_units = [float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in pairs]
-        same_answers = answers(models[0]) == answers(models[1]) if name == "full-4" else True
+        same_answers = answers(models[0]) == answers(models[1]) if name == "full-4" and over is None else True
     difference = np.abs(several["counters"] - one["counters"])
     return dict(
         error=max(float(np.abs(several["logits"] - one["logits"]).max()), *in_units, 0.0),

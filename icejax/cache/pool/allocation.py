@@ -13,7 +13,7 @@ import numpy as np
 from icejax.cache.pool.host_pool import BY_HEAD, Pool
 from icejax.cache.pool.page_format import pool_bytes, pool_shapes
 from icejax.runtime import devices
-from icejax.runtime.mesh import Mesh, size
+from icejax.runtime.mesh import Mesh, processes_of, size
 
 
 def allocate(shape: tuple[int, ...], dtype: str, codes: int = 0, *, limit: int | None = None, mesh: Mesh | None = None) -> Pool:
@@ -34,7 +34,8 @@ def allocate(shape: tuple[int, ...], dtype: str, codes: int = 0, *, limit: int |
         "use a shorter prompt, fewer new tokens, a smaller batch (in a session a smaller context length), a 16-bit --dtype "
         "or (clustered caches, not on TPU) --cache-option page_dtype=int8"
     )
-    devices.check_room("the cache needs", pool_bytes(arrays), advice=advice, limit=limit)
+    need = pool_bytes(arrays) // processes_of(mesh)  # each has the shares of its own devices, in its own host's memory
+    devices.check_room("the cache needs", need, advice=advice, limit=limit)
     if platform == "cpu":  # later programs cannot write in place to an array over NumPy's memory
         return jax.tree.map(lambda x: _zeros(x.shape, x.dtype, mesh)(), arrays)
     if mesh is not None:

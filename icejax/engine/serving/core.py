@@ -41,6 +41,7 @@ from icejax.engine.serving.scheduler import Scheduler, Ticket, Work
 from icejax.engine.serving.start import RowStart
 from icejax.engine.snapshot.fingerprint import check_registered, fingerprint, weights_sum
 from icejax.models.decoder import CausalLM
+from icejax.runtime import processes
 
 LOG = logging.getLogger(__name__)
 UNIT_S = 0.2  # seconds, beside half a step, that units of prefill may delay the rows that decode
@@ -144,6 +145,7 @@ class Core:
     def step(self) -> Iterator[tuple[Ticket, Outcome]]:
         """Does one piece of work, if there is any; yields tickets with a response, or with the error that ended them."""
         work, started = self.scheduler.next(), time.perf_counter()
+        processes.moved()
         if work is Work.NOTHING:
             return
         yield from self._prefill() if work is Work.PREFILL else self._decode()
@@ -250,6 +252,7 @@ class Core:
             self._watch(state)
 
     def _tell_layer(self, _: int) -> None:
+        processes.moved()
         if self._progress is not None and not self._has_stepped:
             self._layers += 1
             self._progress(self._layers)

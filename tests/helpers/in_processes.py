@@ -1,0 +1,79 @@
+"""Decodes on one device and in a group of processes that have one each, and writes a model that commands can run.
+
+``python -m tests.helpers.in_processes HOST:PORT N I CASE...`` is process I of N. For each case of `tests.helpers.on_devices` the
+first one prints a JSON line that says how the runs compare.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from icejax.runtime import processes
+from tests.helpers import small_tokenizers
+from tests.helpers.on_devices import LLAMA, checkpoint, compared
+
+
+def coordinator() -> str:
+    """Returns an address of this machine with a port that is free."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def start(*commands: list[str], variables: Callable[[int], dict[str, str]] = lambda _: {}) -> list[subprocess.Popen]:
+    """Starts a Python process with each list of arguments, and with environment variables by its number."""
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    started = enumerate(commands)
+    return [subprocess.Popen([sys.executable, *command], env=os.environ | variables(i), **pipes) for i, command in started]
+
+
+def generate(folder: Path, count: int, *arguments: str) -> list[list[str]]:
+    """Returns the arguments of `icejax generate` for every process of a group."""
+    common = ["-m", "icejax", "generate", "-m", str(folder), "--mesh", f"heads={count}", *arguments]
+    group = ["--coordinator", coordinator(), "--processes", str(count)]
+    return [[*common, *group, "--process", str(i)] for i in range(count)]
+
+
+def generate_in_cluster(folder: Path, *arguments: str) -> list[list[str]]:
+    """Returns the arguments for two processes that read a cluster's variables."""
+    return [["-m", "icejax", "generate", "-m", str(folder), "--mesh", "heads=2", "--coordinator", "auto", *arguments]] * 2
+
+
+def leader_worker_set() -> Callable[[int], dict[str, str]]:
+    """Returns the variables that Kubernetes sets in the pods of a LeaderWorkerSet of two."""
+    host, port = coordinator().split(":")
+    common = dict(LWS_LEADER_ADDRESS=host, LWS_GROUP_SIZE="2", JAX_COORDINATOR_PORT=port)
+    return lambda number: common | dict(LWS_WORKER_INDEX=str(number))
+
+
+def slurm() -> Callable[[int], dict[str, str]]:
+    """Returns the variables that SLURM sets in the two tasks of a job."""
+    address = coordinator()
+    host, port = address.split(":")
+    common = dict(SLURM_JOB_ID="1", SLURM_STEP_NODELIST=host, SLURM_NTASKS="2", SLURM_LOCALID="0", SLURM_STEP_NUM_NODES="2")
+    common |= dict(JAX_COORDINATOR_PORT=port, JAX_COORDINATOR_BIND_ADDRESS=address)
+    return lambda number: common | dict(SLURM_PROCID=str(number))
+
+
+def model_folder(folder: Path) -> Path:
+    """Writes a small random model with a tokenizer of bytes."""
+    file = small_tokenizers.byte_level()
+    small_tokenizers.write(folder, file)
+    return checkpoint(LLAMA | dict(vocab_size=len(file["model"]["vocab"]), num_hidden_layers=1), folder)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    address, count, number, *names = sys.argv[1:]
+    processes.join(address, processes=int(count), process=int(number))
+    for name in names:
+        result = dict(case=name, devices=len(jax.devices())) | compared(name, int(count))
+        if processes.is_first():
+            print(json.dumps(result), flush=True)
+    processes.leave()
