@@ -44,8 +44,9 @@ def in_group(arguments: argparse.Namespace, name: str) -> Iterator[None]:
                 raise InputError(f"--{option} needs --coordinator HOST:PORT")
         yield
         return
-    if arguments.session is not None:
-        raise InputError("a session runs in one process: leave --coordinator out")
+    for option in ("session", "explain", "output"):
+        if getattr(arguments, option) is not None:
+            raise InputError(f"--{option} runs in one process: leave --coordinator out")
     if arguments.mesh is None:
         raise InputError("--coordinator needs --mesh heads=N: the processes share the KV heads of one model")
     processes.membership(arguments.coordinator, arguments.processes, arguments.process)

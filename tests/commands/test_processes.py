@@ -96,7 +96,15 @@ def test_other_options_in_a_process_end_the_group(tmp_path):
         ),
         (
             ["--coordinator", "a:1", "--mesh", "heads=2", "--session", "talk"],
-            "a session runs in one process: leave --coordinator out",
+            "--session runs in one process: leave --coordinator out",
+        ),
+        (
+            ["--coordinator", "a:1", "--mesh", "heads=2", "--explain", "a.png"],
+            "--explain runs in one process: leave --coordinator out",
+        ),
+        (
+            ["--coordinator", "a:1", "--mesh", "heads=2", "--output", "a.jsonl"],
+            "--output runs in one process: leave --coordinator out",
         ),
         (["--coordinator", "a", "--mesh", "heads=2"], "coordinator must be HOST:PORT or auto, got 'a'"),
         (["--coordinator", "a:70000", "--mesh", "heads=2"], "coordinator must be HOST:PORT or auto, got 'a:70000'"),
