@@ -9,10 +9,11 @@ from icejax.checks.errors import InputError
 from tests.helpers.greedy_text import NEW_TOKENS, PROMPT_TOKENS, text_after
 
 HOME = Path("~/.cache/icejax/published").expanduser()  # the user's cache, so that a file is fetched once
+SHORT = ("smollm2-135m",)  # two minutes: among the slow tests too
 
 
 @pytest.mark.published
-@pytest.mark.parametrize("name", published.MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SHORT)) for name in published.MODELS])
 def test_greedy_text_is_transformers(name, monkeypatch):
     """Of the file itself and of the folder that transformers' own reader makes of it, on the same token ids."""
     monkeypatch.setattr(published, "home", lambda: HOME)
