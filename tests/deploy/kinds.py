@@ -1,4 +1,4 @@
-"""Schemas of what `deploy/` uses: the fields of each kind, from the references of Kubernetes, LeaderWorkerSet and KubeRay.
+"""Schemas of what `deploy/` uses: the fields of each kind, from the references of Kubernetes and KubeRay.
 
 A field that is not listed is refused, so a manifest with a misspelt one fails.
 """
@@ -63,18 +63,6 @@ SPECS = {
         completions=PLAIN,
         parallelism=PLAIN,
         backoffLimitPerIndex=PLAIN,
-    ),
-    ("v1", "Service"): fields({"selector": each(TEXT), "ports": items(fields({"port": PORT}, targetPort=PORT))}),
-    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): fields(
-        {
-            "leaderWorkerTemplate": fields(
-                {"workerTemplate": TEMPLATE, "size": PLAIN},
-                leaderTemplate=TEMPLATE,
-                restartPolicy={"enum": ["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
-            )
-        },
-        replicas=PLAIN,
-        startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
     ),
     ("ray.io/v1", "RayJob"): fields(
         {"entrypoint": TEXT, "rayClusterSpec": CLUSTER}, backoffLimit=PLAIN, shutdownAfterJobFinishes=FLAG

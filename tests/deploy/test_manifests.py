@@ -15,7 +15,6 @@ from tests.deploy.kinds import schema
 
 FOLDER = Path(__file__).parents[2] / "deploy"
 FILES = sorted(FOLDER.glob("*.yaml"))
-DEVICES = ("nvidia.com/gpu", "google.com/tpu")
 
 
 def manifests(name: str) -> list[dict]:
@@ -93,17 +92,3 @@ def test_ray_has_icejaxs_commands(monkeypatch):
     serve.parser("x").parse_args([word for name, value in own.items() for word in (f"--{name.replace('_', '-')}", str(value))])
     [workers] = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     assert workers["replicas"] == application["args"]["replicas"]
-
-
-@pytest.mark.parametrize("kind", ["gpu", "tpu"])
-def test_a_mesh_has_the_devices_of_its_group(kind):
-    group, service = manifests(f"leader-worker-set-{kind}.yaml")
-    [container] = pods(group)[0]["containers"]
-    [devices] = [int(value) for name, value in container["resources"]["limits"].items() if name in DEVICES]
-    flags = dict(zip(container["args"][::2], container["args"][1::2], strict=True))
-    assert flags["--mesh"] == f"heads={devices * group['spec']['leaderWorkerTemplate']['size']}"
-    assert flags.pop("--coordinator") == "auto"
-    assert container["command"] == ["icejax", "serve"]
-    arguments = serve.parser("x").parse_args([word for pair in flags.items() for word in pair])
-    assert [port["containerPort"] for port in container["ports"]] == [arguments.port]
-    assert service["spec"]["selector"]["leaderworkerset.sigs.k8s.io/name"] == group["metadata"]["name"]
