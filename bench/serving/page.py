@@ -28,9 +28,13 @@ def _loads(rows: list[dict]) -> Iterator[str]:
     subjects = dict.fromkeys(subject for subject, _ in cells)
     body = [[name, *(_load(cells.get((name, column))) for column in columns)] for name in subjects]
     if {"http", "engine"} <= subjects.keys():
-        ratios = [cells["http", n]["output_throughput"] / cells["engine", n]["output_throughput"] for n in columns]
-        body.append(["http / engine", *(f"{ratio:.2f}" for ratio in ratios)])
+        body.append(["http / engine", *(_ratio(*(cells.get((name, n)) for name in ("http", "engine"))) for n in columns)])
     yield from table(["", *heads], body)
+
+
+def _ratio(http: dict | None, engine: dict | None) -> str | None:
+    """Returns None for a run that was cut short."""
+    return f"{http['output_throughput'] / engine['output_throughput']:.2f}" if http and engine else None
 
 
 def _open(row: dict) -> str:
