@@ -65,6 +65,11 @@ gc.set_threshold(100_000, 50, 50)  # tracing makes many objects, few of them gar
 NEEDS_TORCH = "needs PyTorch, in which the reference models are: pip install torch==2.13.0"
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leaves out the module that imports Ray, for seconds, where no slow test runs."""
+    return True if collection_path.name == "test_ray.py" and config.option.markexpr.startswith("not slow") else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector):
     """Skips a module that imports PyTorch where it is not installed."""

@@ -84,9 +84,9 @@ class Engine:
             InputError: an option is out of range, the host has too little memory, the folder cannot be used, or the model
                 is shared by several processes.
         """
-        check_one_process(model.mesh, "an engine")
         self._model, self._tokenizer, policy = model, tokenizer, checked_policy(cache)
         self.context_length, limit = check_context(model, context_length), devices.check_limit(host_memory_limit)
+        check_one_process(model.mesh, "an engine")
         integer("context_length", self.context_length, least=2)  # a token of a prompt and one of its answer
         self.max_new_tokens = min(integer("max_new_tokens", max_new_tokens, most=2**31), self.context_length - 1)
         integer("batch_size", batch_size, most=2**16)

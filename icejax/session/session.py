@@ -73,9 +73,9 @@ class Session:
             system: the system message of a chat; None: the template's own, if it has one.
             tools, chat_template_kwargs: of the chat template, as in `icejax.chat`.
         """
-        mesh.check_one_process(model.mesh, "a session")
         self._model, self._tokenizer, policy = model, tokenizer, checked_policy(cache)
         self.context_length = check_context(model, context_length)
+        mesh.check_one_process(model.mesh, "a session")
         limits = dict(context_length=self.context_length, host_memory_limit=devices.check_limit(host_memory_limit))
         self._cache = TextCache(model, policy or session_choice(model, device_memory=device_memory, **limits), **limits)
         self.cache_choice = self._cache.reason

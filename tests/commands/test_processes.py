@@ -182,10 +182,11 @@ def test_processes_have_equally_many_devices_of_a_mesh(monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "name"), [(icejax.Engine, "an engine"), (icejax.Session, "a session")])
-def test_what_runs_in_one_process_is_refused_in_several(monkeypatch, kind, name):
+def test_what_runs_in_one_process_is_refused_in_several(monkeypatch, bundled, kind, name):
     monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(bundled[0], "mesh", mesh.Mesh(2))
     with pytest.raises(icejax.InputError) as error:
-        kind(types.SimpleNamespace(mesh=mesh.Mesh(2)), None)
+        kind(*bundled)
     assert str(error.value) == f"{name} runs in one process: leave its group, or call icejax.generate in all processes"
 
 
