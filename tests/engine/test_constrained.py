@@ -37,6 +37,7 @@ def engine(bundled):
         yield engine
 
 
+@pytest.mark.slow
 def test_drawn_answers_follow_their_schema_beside_rows_without_one(engine):
     jsonschema = pytest.importorskip("jsonschema")
     free = dict(prompt="def f(", sampling=Sampling(temperature=1.5), seed=1, max_new_tokens=30)

@@ -93,6 +93,7 @@ def test_earlier_calls_and_results_reach_the_template(calling):
     assert calling.ask(MESSAGES + "/count_tokens", dict(messages=anthropic, tools=ANTHROPIC))["input_tokens"] > len(counted)
 
 
+@pytest.mark.slow
 def test_anthropics_blocks_have_the_call(calling):
     choice = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
     body = dict(messages=ASKED, tools=ANTHROPIC, tool_choice=choice, max_tokens=120, temperature=0)
