@@ -418,7 +418,7 @@ FAULTS = (
     ("text/tokenizer_errors.py", "if not panicked:", "if True:", "text/test_tokenizer.py::test_a_command_prints_no_line_of_a_panic"),
     ("commands/terminal/process.py", "return BROKEN_PIPE", "return 1", "commands/test_process.py::test_a_closed_stdout_pipe_ends_quietly"),
     ("engine/serving/scheduler.py", "ticket = self.waiting[0]", "ticket = self.waiting[-1]", "engine/test_scheduler.py::test_a_long_prompt_at_the_head_is_not_passed_by"),
-    ("engine/serving/scheduler.py", "self._newest is Work.DECODE and self._credit >= 0", "self._credit >= 0", "engine/test_scheduler.py::test_places_and_extents_have_one_owner"),
+    ("engine/serving/scheduler.py", "self._newest is Work.DECODE and self._credit >= 0", "self._credit >= 0", "engine/test_scheduler.py::test_units_and_steps_take_turns_at_their_share"),
     ("engine/serving/scheduler.py", "self._credit = min(self._credit, 0.0)", "pass", "engine/test_scheduler.py::test_steps_without_a_prompt_save_no_time_for_later_prompts"),
     ("engine/serving/scheduler.py", "self.extents.give_back(ticket.table)", "pass", "engine/test_scheduler.py::test_refusals_leave_nothing_behind"),
     ("engine/serving/core.py", "run.step = run.step.with_row(ticket.at, step)", "pass", "engine/test_core.py::test_a_stop_string_frees_the_place_for_the_next"),
