@@ -110,6 +110,7 @@ def test_anthropics_blocks_have_the_call(calling):
     assert (ended["type"], delta["delta"]["stop_reason"]) == ("content_block_stop", "tool_use")
 
 
+@pytest.mark.slow
 def test_an_answer_follows_a_response_format(calling):
     jsonschema = pytest.importorskip("jsonschema")
     form = {"type": "json_schema", "json_schema": {"name": "city", "strict": True, "schema": CITY}}
