@@ -187,7 +187,7 @@ def _on_mesh(
             share = functools.partial(_share, read, key, shape, mesh, by_row=on_cpu)
         else:
             whole = _grouped(read(None), by_row=on_cpu)
-            share = functools.partial(sharding.part, whole, sharding.weight_cuts(key, whole), mesh)
+            share = functools.partial(sharding.share_of, whole, sharding.weight_cuts(key, whole), mesh)
             del whole
         yield key, sharding.put(key, shape, share, mesh, groups=groups[key])
         del share  # else its tensor is in memory while the next is read

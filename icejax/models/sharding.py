@@ -79,7 +79,7 @@ def _stretch(size: int, mesh: Mesh, device: int) -> slice:
     return slice(min(step * device, size), min(step * (device + 1), size))
 
 
-def part(weight: Any, cuts: Any, mesh: Mesh, device: int) -> Any:
+def share_of(weight: Any, cuts: Any, mesh: Mesh, device: int) -> Any:
     """Returns a device's share of a whole parameter, an array or a `Grouped` of NumPy's, with its cuts."""
 
     def of(x: np.ndarray, array_cut: PartitionSpec) -> np.ndarray:

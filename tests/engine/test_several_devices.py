@@ -134,7 +134,7 @@ def test_a_vocabulary_that_the_devices_do_not_divide_is_filled_with_zeros():
     key, weight = "lm_head.weight", np.arange(1, 15, dtype=np.float32).reshape(7, 2)
     parts = [sharding.box(key, (7, 2), mesh.Mesh(3), device)[0] for device in range(3)]
     assert parts == [slice(0, 3), slice(3, 6), slice(6, 7)]
-    assert np.array_equal(sharding.part(weight, mesh.cut(0), mesh.Mesh(3), 2), weight[6:])
+    assert np.array_equal(sharding.share_of(weight, mesh.cut(0), mesh.Mesh(3), 2), weight[6:])
     assert np.array_equal(sharding._filled(2, weight[6:], mesh.cut(0)), [[13, 14], [0, 0], [0, 0]])
 
 
