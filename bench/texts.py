@@ -40,6 +40,8 @@ WORDS = (
     "anchor basin canyon delta falcon garden harbor island lantern meadow needle orchard pebble river summit valley".split(),
 )
 APART = 500  # first characters of a text of prose, without values: a few tokens in front are cut off
+WHOLE = ("prose", "source")  # kinds of `whole`
+CHARACTERS = 400_000  # of such a text
 FAR = 10_000  # numbers from here on are texts of no table
 
 
@@ -86,6 +88,20 @@ def excerpt(tokenizer: Any, kind: task.Kind, *, tokens: int, seed: int) -> list[
     if len(ids) < tokens:
         raise InputError(f"--lengths must be at most the {len(ids)} tokens of {kind} that there are, got {tokens}")
     return ids[:tokens]
+
+
+def whole(kind: Literal["prose", "source"]) -> str:
+    """Returns a text of `CHARACTERS` characters: prose of the language reference, or modules of the standard library."""
+    if kind == "prose":
+        return _topics()[:CHARACTERS]
+    modules, size = [], 0
+    for i in np.random.default_rng(0).permutation(len(_paths())):
+        if functions(_paths()[i]):  # it is ASCII and parses
+            modules.append((LIBRARY / _paths()[i]).read_text("ascii"))
+            size += len(modules[-1])
+        if size >= CHARACTERS:
+            break
+    return "\n\n".join(modules)[:CHARACTERS]
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:

@@ -57,7 +57,7 @@ class Text:
         padded = np.zeros((1, bucket(count + SHORT)), np.int32)
         padded[0, :count] = tokens
         lengths = jnp.asarray([count], jnp.int32)
-        run = lambda layer, x, _: (*_exact(layer, x, lengths), None)  # noqa: E731
+        run = lambda layer, x, _: (*exact(layer, x, lengths), None)  # noqa: E731
         outputs, layers = zip(*run_layers(model, model.model.embed_tokens(jnp.asarray(padded)), run), strict=True)
         none = jax.tree.map(lambda x: jnp.zeros((1, SHORT, *x.shape[2:]), x.dtype), layers)
         next_token = int(_next(model, outputs[-1], lengths))
@@ -92,7 +92,8 @@ class Text:
 
 
 @jax.jit
-def _exact(layer: DecoderLayer, x: jax.Array, lengths: jax.Array):
+def exact(layer: DecoderLayer, x: jax.Array, lengths: jax.Array):
+    """Returns a layer's output over texts [B, T, D], and its queries, keys and values with their exact attention."""
     return run_exact(layer, x, lengths, lambda q, k, v, attended: ((q, k, v), attended))
 
 

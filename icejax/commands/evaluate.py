@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -28,6 +28,10 @@ from icejax.evaluation.answers import Answers
 from icejax.files import private
 from icejax.models.decoder import CausalLM
 from icejax.runtime.out_of_memory import report_out_of_memory
+
+if TYPE_CHECKING:  # they need the extra
+    from icejax.evaluation.harness import HarnessModel
+    from icejax.evaluation.scores import Scores
 
 AGAINST = "full"  # the cache that others are compared with, unless the command line names one
 PACKAGES = {"lm_eval": "the benchmarks are those of lm-eval", "matplotlib": "the report draws with matplotlib"}
@@ -84,7 +88,8 @@ def _parse_and_run(argv: list[str] | None, name: str) -> None:
         _run(arguments, Console(stderr=True))
 
 
-def _run(arguments: argparse.Namespace, console: Console) -> None:
+def check(arguments: argparse.Namespace) -> None:
+    """Checks the options of a run, and reads those that are lists; InputError for one that is out of range."""
     for name, least in (("batch_size", 1), ("limit", 1), ("num_fewshot", 0)):
         if getattr(arguments, name) is not None:
             integer("--" + name.replace("_", "-"), getattr(arguments, name), least=least, most=2**31)
@@ -97,10 +102,14 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
             raise InputError(f"{flag} must be a folder, got {folder}")
     options.check_ray(arguments)
     options.make_absolute(arguments)
+
+
+def _run(arguments: argparse.Namespace, console: Console) -> None:
+    check(arguments)
     policy, other = options.policy(arguments), None if arguments.against is None else make_policy(arguments.against, {})
     if other is not None and other == policy:
         raise InputError(f"--against {arguments.against} is the cache that is scored: name another one")
-    model, tokenizer = load(arguments, console)
+    model, tokenizer = loaded(arguments, console)
     if policy is None:
         tokens = dict(prompt_tokens=check_context(model, arguments.context_length) - 1, new_tokens=MAX_GEN_TOKS)
         limits = options.memory_limits(arguments)
@@ -108,9 +117,16 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
         policy = choice.policy
         tell_cache(arguments, choice.reason, console)
     policies = [policy] if other in (None, policy) else [policy, other]
+    models = (harness_model(arguments, model, tokenizer, policy, _stream(arguments)) for policy in policies)
+    _report(arguments, [score(arguments, one) for one in models])
+
+
+def loaded(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any]:
+    """Returns the model of the command line and its tokenizer, beside which the harness can be imported."""
+    model, tokenizer = load(arguments, console)
     if sys.modules["torch"] is None:  # transformers is loaded by now, and `datasets` fails at such an entry
         del sys.modules["torch"]
-    _report(arguments, [_score(arguments, model, tokenizer, policy) for policy in policies])
+    return model, tokenizer
 
 
 def _report(arguments: argparse.Namespace, folders: list[Path]) -> None:
@@ -132,28 +148,44 @@ def _stream(arguments: argparse.Namespace) -> Callable[..., Any] | None:
     return partial(jobs.responses, arguments)
 
 
-def _score(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any, policy: CachePolicy) -> Path:
-    """Scores a cache; returns its folder of the output, which has the scores."""
-    from icejax.evaluation.harness import HarnessModel
-    from icejax.evaluation.report.about import ABOUT, about
-    from icejax.evaluation.run import evaluate
+def cache_folder(arguments: argparse.Namespace, policy: CachePolicy) -> Path:
+    """Returns the folder of a cache in the output."""
+    return arguments.output / f"{display_name(policy)}{'' if policy.budget is None else f'-{policy.budget}'}"
 
-    budget = "" if policy.budget is None else f"-{policy.budget}"
-    folder = arguments.output / f"{display_name(policy)}{budget}"
-    private.make_folder(folder)
+
+def harness_model(
+    arguments: argparse.Namespace,
+    model: CausalLM,
+    tokenizer: Any,
+    policy: CachePolicy,
+    stream: Callable[..., Any] | None = None,
+) -> HarnessModel:
+    """Returns the model with a cache as the harness calls it; its answers are in the cache's folder.
+
+    Args:
+        stream: as in `HarnessModel`.
+    """
+    from icejax.evaluation.harness import HarnessModel
+
+    private.make_folder(folder := cache_folder(arguments, policy))
     identity = fingerprint(model, policy, tokenizer) | dict(weights=weights_sum(model), context=arguments.context_length)
     sizes = dict(batch_size=arguments.batch_size, max_gen_toks=MAX_GEN_TOKS, max_length=arguments.context_length)
-    answers = Answers(folder / "answers.jsonl", identity)
-    harness_model = HarnessModel(
+    return HarnessModel(
         model,
         tokenizer,
         cache=policy,
         host_memory_limit=options.memory_limits(arguments)["host_memory_limit"],
-        answers=answers,
-        stream=_stream(arguments),
+        answers=Answers(folder / "answers.jsonl", identity),
+        stream=stream,
         **sizes,
     )
-    scores = evaluate(
+
+
+def run_tasks(arguments: argparse.Namespace, harness_model: HarnessModel) -> Scores:
+    """Returns the scores of a model with a cache on the tasks of the command line."""
+    from icejax.evaluation.run import evaluate
+
+    return evaluate(
         harness_model,
         arguments.tasks.split(","),
         data=arguments.data,
@@ -166,6 +198,13 @@ def _score(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any, polic
         apply_chat_template=arguments.chat,
         system_instruction=arguments.system,
     )
+
+
+def score(arguments: argparse.Namespace, harness_model: HarnessModel) -> Path:
+    """Scores a model with a cache; returns the cache's folder, which has the scores."""
+    from icejax.evaluation.report.about import ABOUT, about
+
+    scores, folder = run_tasks(arguments, harness_model), cache_folder(arguments, harness_model.cache)
     scores.results[ABOUT] = about(harness_model, model_name(arguments.model), chat=arguments.chat)
     scores.save(folder)
     return folder

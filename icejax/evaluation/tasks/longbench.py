@@ -51,7 +51,7 @@ def _task(dataset: str, setting: Setting) -> OwnTask:
             raise InputError(f"{name} is scored with {package}, which is not installed: pip install 'icejax[evaluate]'")
     lengths = json_document(setting.data / LENGTHS, _lengths, what="LongBench's file", fields="the new tokens of each data set")
     new_tokens = lengths[dataset]
-    rows = samples(setting.data / GROUP / f"{dataset}.jsonl.gz")
+    rows = samples(setting.data / GROUP / f"{dataset}.jsonl.gz")[: setting.limit]
     room = setting.model.max_length - new_tokens - (setting.chat_tokens if chat else 0)
     for row in rows:
         row["prompt"] = without_middle(setting.model, row["prompt"], room)
