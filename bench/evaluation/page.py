@@ -13,7 +13,7 @@ from bench.markdown import table
 from icejax.checks.errors import InputError
 from icejax.evaluation.tasks.generation import SCORE
 
-LINES, PAGE, PICTURE = "evaluation.jsonl", "evaluation.md", "evaluation.png"
+LINES, PAGE, PICTURE = "evaluation.jsonl", "evaluation-tables.md", "evaluation.png"
 SESSIONS = 3  # the question whose runs are named by length
 TITLES = {
     1: "Programs: weights, batches and caches",
@@ -27,7 +27,7 @@ python -m bench.evaluation --data DATA --out DIR         # --question 1, 3 or 5;
 python -m bench.evaluation --page --out DIR              # this page and its picture, from the runs in DIR, or evaluation.jsonl
 ```
 
-Tasks and scores are those of [icejax evaluate](../../docs/how-to/evaluate.md). Answers are greedy. Numbers in brackets are a
+[evaluation.md](evaluation.md) says what they mean. Tasks and scores are those of [icejax evaluate](../../docs/how-to/evaluate.md). Answers are greedy. Numbers in brackets are a
 95% interval: of a share Wilson's, of another mean 1.96 standard errors, and of a difference the paired bootstrap over the
 samples that both runs answered. Bytes are reserved for a row. Tokens per second are those of a row among the rows that decode
 together.
