@@ -139,7 +139,8 @@ def resized(state: DecodeState, step: Step, places: Sequence[int], size: int) ->
 @functools.partial(jax.jit, static_argnames="batch")
 def _rows(x: jax.Array, order: Int[Array, " R"], *, batch: int) -> jax.Array:
     """Returns the rows in `order` of an array whose first axis is `batch` rows, or rows and KV heads."""
-    return x.reshape(batch, len(x) // batch, *x.shape[1:])[order].reshape(-1, *x.shape[1:])
+    each = len(x) // batch
+    return x.reshape(batch, each, *x.shape[1:])[order].reshape(len(order) * each, *x.shape[1:])
 
 
 @jax.jit
