@@ -136,7 +136,8 @@ def resized(state: DecodeState, step: Step, places: Sequence[int], size: int) ->
     return replace(state, cache=replace(state.cache, table=table), done=state.done | free), _step_rows(step, order)
 
 
-@functools.partial(jax.jit, static_argnames="batch")
+# Unused arguments are kept, or the rows of an empty array would not be committed, and the next step would compile twice.
+@functools.partial(jax.jit, static_argnames="batch", keep_unused=True)
 def _rows(x: jax.Array, order: Int[Array, " R"], *, batch: int) -> jax.Array:
     """Returns the rows in `order` of an array whose first axis is `batch` rows, or rows and KV heads."""
     each = len(x) // batch
