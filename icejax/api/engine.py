@@ -103,6 +103,7 @@ class Engine:
             new_tokens=self.max_new_tokens,
             prompts=(self.context_length - 1,) * batch_size,
             joins=True,
+            resizes=True,
             prefix_memory=prefix_memory,
             prefix_disk=prefix_disk,
         )
@@ -153,15 +154,27 @@ class Engine:
         handle.engine = self
         return handle
 
-    def compile_compaction(self) -> None:
-        """Compiles what a row runs when the cache packs its newest pages anew, which is else compiled in its answer.
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        """The numbers of rows that a decode step may compute, ascending; the last is `batch_size`."""
+        return self._thread.sizes
 
+    def compile_for(self, size: int) -> None:
+        """Has all later steps compute at least `size` rows, so that answers compile the programs of that size; 1 ends it.
+
+        Also compiles what few answers run: the cache packs its newest pages anew, and rows move to a batch of another size.
         It waits until no request runs.
 
+        Args:
+            size: one of `step_sizes`.
+
         Raises:
+            InputError: steps may not have this size.
             RuntimeError: the engine is closed, or has failed.
         """
-        self._thread.compile_compaction()
+        if size not in self.step_sizes:
+            raise InputError(f"size must be one of {', '.join(map(str, self.step_sizes))}, got {quoted(size)}")
+        self._thread.compile_for(size)
 
     @property
     def load(self) -> Load:

@@ -1,4 +1,4 @@
-"""Rows of a decoding batch: between steps a row is inserted, taken out, ended or forked; the whole pool is never copied.
+"""Rows of a decoding batch: between steps a row is inserted, taken out, ended, moved or forked; the pool is never copied whole.
 
 `DecodeState` holds B rows, and a row by itself is a batch of one. The pool has no batch axis: each row owns extents of it,
 listed in its row of `KVCache.table`, i32[B, X]. The core and the decode loop insert rows, take them out and free
@@ -8,6 +8,7 @@ their places; benchmarks and tests also fork and fold rows.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from icejax.cache.pool.extents import SCRATCH_EXTENT, Extents, extents_for
 from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.checks.errors import InputError
-from icejax.engine.decode.step import DecodeState, decode_cuts
+from icejax.engine.decode.step import DecodeState, Step, decode_cuts
 from icejax.engine.penalties import neutral_where_none
 from icejax.engine.plan import Plan
 from icejax.engine.sampling import RowSampling, Sampling, row_keys
@@ -111,6 +112,41 @@ def _extract(state: DecodeState, at: Int[Array, ""]) -> DecodeState:
         return jax.lax.dynamic_slice_in_dim(x, at * size, size, axis=0)
 
     return _with_row_arrays(state, jax.tree.map(row_of, _row_arrays(state)))
+
+
+def resized(state: DecodeState, step: Step, places: Sequence[int], size: int) -> tuple[DecodeState, Step]:
+    """Returns the batch with `size` places, of which the first have the rows of `places`, in that order, and its newest step.
+
+    The other places are free. Deletes the arrays of `state` one by one: no more than one is there in both sizes. The arrays of
+    the first rows alone, cut from a larger state in each step, would be copied in each step.
+
+    Assumes one device.
+    """
+    batch, order = len(state.done), np.zeros(size, np.int32)
+    order[: len(places)] = places
+
+    def moved(x: jax.Array) -> jax.Array:
+        rows = jax.block_until_ready(_rows(x, order, batch=batch))
+        x.delete()
+        return rows
+
+    state, free = _with_row_arrays(state, jax.tree.map(moved, _row_arrays(state))), np.arange(size) >= len(places)
+    table = state.cache.table
+    table = None if table is None else jnp.where(free[:, None], SCRATCH_EXTENT, table)
+    return replace(state, cache=replace(state.cache, table=table), done=state.done | free), _step_rows(step, order)
+
+
+# Unused arguments are kept, or the rows of an empty array would not be committed, and the next step would compile twice.
+@functools.partial(jax.jit, static_argnames="batch", keep_unused=True)
+def _rows(x: jax.Array, order: Int[Array, " R"], *, batch: int) -> jax.Array:
+    """Returns the rows in `order` of an array whose first axis is `batch` rows, or rows and KV heads."""
+    each = len(x) // batch
+    return x.reshape(batch, each, *x.shape[1:])[order].reshape(len(order) * each, *x.shape[1:])
+
+
+@jax.jit
+def _step_rows(step: Step, order: Int[Array, " R"]) -> Step:
+    return Step(step.counters[:, order], step.logits[order])
 
 
 def fold_into_prompt(

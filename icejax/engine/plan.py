@@ -58,6 +58,15 @@ class Plan(Layout):
         """Whether each layer of a step is a program of its own, so that each kind of layer is compiled once."""
         return self.platform == "cpu" and len(self.policies) >= LEAST_LAYERS and self.mesh is None
 
+    @property
+    def smaller_sizes(self) -> tuple[int, ...]:
+        """Numbers of places, below all of them, that a step may compute: powers of two, on a CPU.
+
+        Elsewhere a step reads the weights, however few its rows, and each size would compile all layers anew.
+        """
+        doublings = (self.spec.batch_size - 1).bit_length() if self.platform == "cpu" and self.mesh is None else 0
+        return tuple(1 << doubling for doubling in range(doublings))
+
     @functools.cached_property
     def cuts(self) -> KVCache:
         """How the arrays of the cache are cut for the mesh."""

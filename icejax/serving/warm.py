@@ -1,4 +1,4 @@
-"""Compiles the programs of an engine before the first request: a prompt of every padded size, and rows of every kind."""
+"""Compiles the programs of an engine before the first request: a prompt of every padded size, rows and steps of every kind."""
 
 from __future__ import annotations
 
@@ -20,40 +20,60 @@ LOGPROBS = 20  # the most that a chat may ask for
 
 
 def warm_up(engine: Engine, *, tokens: int, tell: Callable[[int, int], None] | None = None) -> None:
-    """Runs prompts of all sizes up to `tokens`, rows that draw, have penalties, a grammar, and report log-probabilities.
+    """Runs prompts of all sizes up to `tokens`, and in steps of all sizes rows that draw, have penalties or a grammar.
 
-    Where llguidance cannot read the tokenizer, there is no row with a grammar; a request for one is told why.
+    Also rows that report log-probabilities. Where llguidance cannot read the tokenizer, there is no row with a grammar; a
+    request for one is told why.
 
     Args:
-        tell: called with the number of prompts done, and the number in all.
+        tell: called with the number of requests done, and the number in all.
     """
     most = min(tokens, engine.context_length - 3)
     if most < 1:
         return
+    *smaller, places = engine.step_sizes
+    # The smallest size comes last, and so stays the least.
+    groups = {size: _requests(engine, most, all_prompts=size == places) for size in (places, *reversed(smaller))}
+    count, total, reads_grammars = 0, sum(map(len, groups.values())), True
+    for size, requests in groups.items():
+        engine.compile_for(size)
+        for request, salt in requests:
+            if tell is not None:
+                tell(count, total)
+            count += 1
+            if request.grammar is not None and not reads_grammars:
+                continue
+            try:
+                engine.submit(request, cache_salt=salt).result()
+            except InputError:
+                if request.grammar is None:
+                    raise
+                reads_grammars = False
+    if tell is not None:
+        tell(total, total)
+
+
+def _requests(engine: Engine, most: int, *, all_prompts: bool) -> list[tuple[Request, str]]:
+    """Returns requests for rows of every kind, and their salts.
+
+    Args:
+        most: most tokens of a prompt.
+        all_prompts: whether there are prompts of every size, too.
+    """
     kinds, sizes = [dict(sampling=sampling) for sampling in KINDS], _sizes(most)
-    asked = [*kinds, kinds[-1] | dict(logprobs=LOGPROBS), dict(prompt_logprobs=LOGPROBS)]
-    prompts = [([0] * size, options, f"{SALT} {size}") for size in sizes for options in (asked if size == sizes[0] else [{}])]
-    behind = [[1 + number] * size for number, size in enumerate((0, *BEHIND))]  # no text begins with another one
-    prompts += [([0] * SHORTEST + text, {}, SALT) for text in behind if SHORTEST + len(text) <= most]
+    asked = [*kinds, kinds[-1] | dict(logprobs=LOGPROBS), *([dict(prompt_logprobs=LOGPROBS)] if all_prompts else [])]
+    prompts = [([0] * sizes[0], options, f"{SALT} {sizes[0]}") for options in asked]
+    if all_prompts:
+        prompts += [([0] * size, {}, f"{SALT} {size}") for size in sizes[1:]]
+        behind = [[1 + number] * size for number, size in enumerate((0, *BEHIND))]  # no text begins with another one
+        prompts += [([0] * SHORTEST + text, {}, SALT) for text in behind if SHORTEST + len(text) <= most]
     requests = []
     for prompt, options, salt in prompts:
         count = min(3 if requests else STEPS, engine.max_new_tokens, engine.context_length - len(prompt))
         requests.append((Request(prompt=prompt, forced_tokens=[0] * count, **options), salt))  # without an end
     count = min(3, engine.max_new_tokens)
     rows = [Request(prompt=[0] * sizes[0], grammar=LONG, max_new_tokens=count, **options) for options in kinds]
-    requests += [(row, SALT) for row in rows]
-    engine.compile_compaction()
-    for number, (request, salt) in enumerate(requests):
-        if tell is not None:
-            tell(number, len(requests))
-        try:
-            engine.submit(request, cache_salt=salt).result()
-        except InputError:
-            if request.grammar is None:
-                raise
-            break
-    if tell is not None:
-        tell(len(requests), len(requests))
+    return requests + [(row, SALT) for row in rows]
 
 
 def _sizes(most: int) -> list[int]:

@@ -13,11 +13,12 @@ from icejax.cache.pool.extents import Extents
 from icejax.cache.registry import Clustered, Coded, Full, OmniKV, Packed, ParisKV, PQCache, Quest, RetroInfer, SnapKV, Streaming
 from icejax.checks.errors import InputError
 from icejax.engine import batch as rows
-from icejax.engine.batch import empty_batch, end, extract, fold_into_prompt, fork, insert
-from icejax.engine.decode.step import DecodePrograms
+from icejax.engine.batch import empty_batch, end, extract, fold_into_prompt, fork, insert, resized
+from icejax.engine.decode.step import DecodePrograms, Step
 from icejax.engine.extend import extend
 from icejax.engine.plan import make_plan
 from icejax.engine.prefill import prefill
+from icejax.engine.sampling import row_keys
 from tests import tolerances
 from tests.helpers import families
 from tests.helpers.run import greedy
@@ -228,6 +229,38 @@ def test_a_row_taken_out_goes_on_alone(model, name):
     assert_alone(model, policy, families.tokens(60), batch.logits[1])
     with pytest.raises(InputError, match="row 1 of the batch is taken: end it first, or take it out"):
         batch.join(families.tokens(60), 1)
+
+
+@pytest.mark.parametrize("name", ["full", slow("clustered")])
+def test_a_batch_of_another_size_has_its_rows_and_nothing_more(model, name):
+    """Every array of a batch of three rows, and its newest step, against NumPy; the old arrays are gone."""
+    rng, batch = np.random.default_rng(0), Batch(model, EXACT[name], rows=3)
+
+    def numbered(x: jax.Array) -> jax.Array:
+        return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.asarray(rng.integers(0, 2, x.shape), x.dtype)
+
+    layers, table = jax.tree.map(numbered, batch.state.cache.layers), batch.state.cache.table
+    table = None if table is None else numbered(table) + 5
+    state = replace(batch.state, cache=replace(batch.state.cache, layers=layers, table=table), done=jnp.zeros(3, bool))
+    state = replace(state, last_tokens=jnp.asarray([7, 8, 9]), key=row_keys([(1, 0), (2, 0), (3, 0)]))
+    step = Step(jnp.asarray(rng.integers(0, 9, (8, 3))), jnp.asarray(rng.random((3, 5))))
+    for places, size in (([2, 0], 2), ([0, 2], 4)):
+        old, numbers = jax.tree.map(jnp.copy, state), [np.asarray(x) for x in jax.tree.leaves(layers)]
+        new, results = resized(old, step, places, size)
+        assert all(x.is_deleted() for x in jax.tree.leaves((old.cache.layers, old.key, old.done)))
+        for x, before in zip(jax.tree.leaves(new.cache.layers), numbers, strict=True):
+            each = len(before) // 3
+            rows = np.concatenate([before[each * place : each * (place + 1)] for place in places])
+            np.testing.assert_array_equal(np.asarray(x)[: len(rows)], rows)
+            assert len(x) * 3 == len(before) * size
+        assert new.last_tokens[:2].tolist() == [7 + place for place in places]
+        np.testing.assert_array_equal(jax.random.key_data(new.key)[:2], jax.random.key_data(state.key)[np.asarray(places)])
+        assert new.done.tolist() == [False, False, *[True] * (size - 2)]
+        if table is not None:
+            np.testing.assert_array_equal(new.cache.table[:2], np.asarray(table)[places])
+            assert (np.asarray(new.cache.table[2:]) == 0).all()
+        np.testing.assert_array_equal(results.counters[:, :2], np.asarray(step.counters)[:, places])
+        np.testing.assert_array_equal(results.logits[:2], np.asarray(step.logits)[places])
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ import pytest
 import icejax
 from icejax.cache.registry import Clustered, Coded, Full, Packed, SnapKV, Streaming
 from icejax.checks.errors import InputError
+from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.request import AnswerOptions
 from icejax.engine.response import GenerationResponse, join
 from icejax.engine.sampling import Sampling
 from icejax.engine.serving import core as core_module
 from icejax.engine.serving.core import Core
 from icejax.engine.serving.job import CoreSizes, Job
-from icejax.runtime.compile_clock import Mark
+from icejax.runtime.compile_clock import Mark, clock
 from tests import tolerances
 from tests.helpers import families
 from tests.helpers.letters import Letters
@@ -57,8 +58,8 @@ def job(prompt, index: int = 0, *, seed: int = 0, **options) -> Job:
     return Job(tokens=np.asarray(prompt, np.int32), options=options, limit=options.max_new_tokens, **names)
 
 
-def core_of(model, policy, *, places: int = 3, longest: int = 250, new: int = max(LIMITS), **options) -> Core:
-    sizes = dict(places=places, prompt_tokens=longest, new_tokens=new, prompts=(longest,) * places, joins=True)
+def core_of(model, policy, *, places: int = 3, longest: int = 250, new: int = max(LIMITS), resizes=False, **options) -> Core:
+    sizes = dict(places=places, prompt_tokens=longest, new_tokens=new, prompts=(longest,) * places, joins=True, resizes=resizes)
     return Core(model, Letters(), policy, CoreSizes(**sizes), **options)
 
 
@@ -82,7 +83,6 @@ def assert_all_free(core: Core) -> None:
     """Whoever comes next has all places and all extents."""
     extents = core.scheduler.extents
     assert not core.busy and not core.scheduler.decoding
-    assert len(core.scheduler._free) == core.plan.spec.batch_size
     assert extents is None or extents.free == len(extents._users) - extents._users[0]
 
 
@@ -124,6 +124,32 @@ def test_rows_that_come_and_go_equal_rows_that_begin_together(model, of_full_cac
         assert_equal(actual, expected)
 
 
+@pytest.mark.parametrize("name", ["full", *map(slow, ("clustered", "coded", "packed", "snapkv"))])
+def test_rows_equal_themselves_while_steps_change_their_size(model, of_full_cache, name):
+    """Two rows go on while three others end and three others come, to the last row; a second round compiles nothing."""
+    limits, sizes, compiled = (37, 45, 6, 6, 6, 50, 4, 4), [], []
+    core = core_of(model, CACHES[name], places=5, resizes=True, watch=lambda state: sizes.append(len(state.done)))
+    for _ in range(2):
+        before, pieces = clock().programs, []
+        sizes.clear()
+        for i, limit in enumerate(limits):
+            while i == 5 and len(sizes) < 24:  # the first five run
+                pieces += [piece for _, piece in core.step()]
+            core.submit(job(PROMPTS[i], i, max_new_tokens=limit, logprobs=0))
+        while core.busy:
+            pieces += [piece for _, piece in core.step()]
+        assert_all_free(core)
+        assert [size for size, _ in itertools.groupby(sizes)] == [5, 4, 2, 5, 4, 2, 1]
+        compiled.append(clock().programs - before)
+        for i, limit in enumerate(limits):
+            answer = join([piece for piece in pieces if piece.row == i])
+            assert answer.token_ids == of_full_cache[i].token_ids[:limit] and len(answer.token_ids) == limit
+            scores = [[token.chosen.logprob for token in row.logprobs[:limit]] for row in (answer, of_full_cache[i])]
+            np.testing.assert_allclose(*scores, rtol=0, atol=tolerances.LOGITS)
+    assert compiled[0] > 0 == compiled[1]
+    assert DecodePrograms(model, core.plan).programs.program._cache_size() == 4
+
+
 @pytest.mark.slow
 def test_a_row_that_evicts_equals_itself_alone_at_every_phase(model):
     for i, actual in enumerate(answers_at_all_phases(model, CACHES["evicting"])):
@@ -139,12 +165,12 @@ def test_a_sampled_row_draws_the_same_whatever_its_place(model, name, kinds):
     """Rows that sample, rows with penalties and greedy rows, one after another and together."""
     options = [dict(seed=5, sampling=kinds[i % len(kinds)], max_new_tokens=10 + i) for i in range(9)]
     results = []
-    for places in (1, 3):
-        core = core_of(model, CACHES[name], places=places)
+    for places, resizes in ((1, False), (3, False), (3, True)):
+        core = core_of(model, CACHES[name], places=places, resizes=resizes)
         for i, row_options in enumerate(options):
             core.submit(job(PROMPTS[i], i, **row_options))
         results.append({i: answer.token_ids for i, answer in answers(core).items()})
-    assert results[0] == results[1] and len(results[0]) == len(options)
+    assert results[0] == results[1] == results[2] and len(results[0]) == len(options)
     core = core_of(model, CACHES[name])
     core.submit(job(PROMPTS[4], 4, **options[4] | dict(seed=6)))
     assert answers(core)[4].token_ids != results[0][4]
@@ -251,7 +277,7 @@ def cancels_at_random(core: Core, count: int, *, seed: int) -> None:
         while tickets and draw.random() < 0.2:
             release()
         held = [ticket for ticket in tickets if ticket.at is not None]
-        assert len(held) == len(core.scheduler.decoding) + (core.scheduler.prefilling is not None)
+        assert {ticket.at: ticket for ticket in held} == core.scheduler.decoding and len(held) == len(core.scheduler.decoding)
     assert_all_free(core)
 
 

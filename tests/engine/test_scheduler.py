@@ -53,7 +53,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def begin(self, places, extents, share, most_waiting):
         self.pool = None if extents is None else Extents(extents + 1)
         self.places, self.capacity, self.share, self.most_waiting = places, extents, share, most_waiting
-        self.scheduler = Scheduler(places, self.pool, share=share, most_waiting=most_waiting)
+        smaller = [size for size in (1, 2) if size < places]
+        self.scheduler = Scheduler(places, self.pool, smaller=smaller, share=share, most_waiting=most_waiting)
         self.waiting, self.prefilling, self.decoding, self.all = [], None, set(), []
         self.newest, self.excess, self.longest = Work.NOTHING, 0.0, 0.0
 
@@ -81,11 +82,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         if work is Work.PREFILL:
             assert self.share == 1 or not self.decoding or self.newest is Work.DECODE
             if is_last:
-                assert self.scheduler.prefilled() is self.prefilling
+                first = min({*range(self.places)} - {row.at for row in self.decoding})
+                assert self.scheduler.prefilled() is self.prefilling and self.prefilling.at == first
                 self.decoding.add(self.prefilling)
                 self.prefilling = None
         else:
             assert self.decoding
+            self.scheduler.shrink()
             for row in [row for row in self.decoding if row.at in ends]:
                 self.release(row)
         self.scheduler.ran(work, seconds)
@@ -134,9 +137,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert [*scheduler.waiting] == self.waiting and scheduler.prefilling is self.prefilling
         assert scheduler.decoding == {row.at: row for row in self.decoding}
         assert scheduler.busy == bool(self.waiting or running)
-        places = [row.at for row in running]
-        assert len({*places}) == len(places) and {*places} <= {*range(self.places)}
-        assert all(row.at is None and row.table is None for row in self.all if row not in running)
+        assert scheduler.size in scheduler.sizes and {*scheduler.decoding} <= {*range(scheduler.size)}
+        assert all(row.at is None for row in self.all if row not in self.decoding)
+        assert all(row.table is None for row in self.all if row not in running)
         if self.pool is None:
             return
         owned = np.concatenate([np.zeros(0, int), *(row.table[row.wanted] for row in running)])
@@ -217,6 +220,47 @@ def test_steps_without_a_prompt_save_no_time_for_later_prompts():
         pieces.append(scheduler.next())
         scheduler.ran(pieces[-1], 2.0 if pieces[-1] is Work.PREFILL else 1.0)
     assert pieces == ([Work.PREFILL] + [Work.DECODE] * 2) * 6 + [Work.PREFILL, Work.DECODE]
+
+
+def decoding(scheduler: Scheduler, count: int) -> list[Ticket]:
+    """Returns `count` more tickets that decode."""
+    rows = []
+    for _ in range(count):
+        scheduler.submit(ticket())
+        scheduler.next()
+        rows.append(scheduler.prefilled())
+        scheduler.ran(Work.PREFILL, 0.1)
+    return rows
+
+
+def test_steps_compute_the_places_that_are_used():
+    scheduler = Scheduler(6, None, smaller=(1, 2, 4))
+    rows, sizes = [], []
+    for _ in range(5):
+        rows += decoding(scheduler, 1)
+        sizes.append(scheduler.size)
+    assert sizes == [1, 2, 4, 4, 6] and [row.at for row in rows] == [0, 1, 2, 3, 4]
+    for row in rows[:2]:
+        scheduler.release(row)
+    assert [scheduler.shrink() for _ in range(8)] == [None] * 7 + [[2, 3, 4]]
+    assert scheduler.size == 4 and scheduler.decoding == dict(enumerate(rows[2:])) and [row.at for row in rows[2:]] == [0, 1, 2]
+    scheduler.release(rows[2])
+    waiting = ticket()
+    scheduler.submit(waiting)  # and will need a place
+    assert [scheduler.shrink() for _ in range(20)] == [None] * 20
+    scheduler.release(waiting)
+    assert [scheduler.shrink() for _ in range(8)] == [None] * 7 + [[1, 2]]
+    rows += decoding(scheduler, 1)
+    assert scheduler.size == 4 and rows[-1].at == 2
+    for row in rows:
+        scheduler.release(row)
+    scheduler.least = 2
+    (row,) = decoding(scheduler, 1)
+    assert scheduler.size == 2 and [scheduler.shrink() for _ in range(20)] == [None] * 20
+    scheduler.release(row)
+    scheduler.least = 1
+    decoding(scheduler, 1)
+    assert scheduler.size == 1
 
 
 def test_a_long_prompt_at_the_head_is_not_passed_by():

@@ -214,7 +214,7 @@ def test_an_address_that_is_in_use_or_none_is_told():
 
 
 def test_a_warm_up_has_a_prompt_of_every_size_and_rows_of_every_kind():
-    asked, told, compactions, reads = [], [], [], True
+    asked, told, compiled, reads = [], [], [], True
 
     def submit(request, **options):
         kind = request.sampling, request.logprobs, request.grammar
@@ -223,18 +223,24 @@ def test_a_warm_up_has_a_prompt_of_every_size_and_rows_of_every_kind():
             raise InputError("llguidance cannot read the tokenizer")
         return SimpleNamespace(result=lambda: None)
 
-    sizes = dict(context_length=700, max_new_tokens=5, compile_compaction=lambda: compactions.append(len(asked)))
+    sizes = dict(context_length=700, max_new_tokens=5, step_sizes=(1, 2, 3))
+    sizes |= dict(compile_for=lambda size: compiled.append((size, len(asked))))
     warm_up(SimpleNamespace(submit=submit, **sizes), tokens=600, tell=lambda *x: told.append(x))
+    assert compiled == [(3, 0), (2, 19), (1, 28)]
+    assert [kind[:5] for kind in asked[19:28]] == [kind[:5] for kind in (*asked[:5], *asked[15:19])] and asked[19:28] == asked[
+        28:
+    ]
+    assert told[-1] == (37, 37)
+    del asked[19:]
     assert [size for size, *_ in asked] == [*[256] * 6, 384, 512, 600, 256, 272, 288, 320, 384, 512, *[256] * 4]
     salts = [salt for _, salt, *_ in asked]
     assert len({*salts[5:10]}) == 5 and len({*salts[9:]}) == 1
     assert len({kind[5] for kind in asked[9:15]}) == 6  # of the texts behind a prefix none begins with another one
-    assert told[-1] == (19, 19)
     assert [kind[2:4] for kind in asked[:4]] == [kind[2:4] for kind in asked[-4:]] and asked[-5][4] is None != asked[-1][4]
     reads = False
     asked.clear()
     warm_up(SimpleNamespace(submit=submit, **sizes), tokens=600, tell=lambda *x: told.append(x))
-    assert len(asked) == 16 and told[-1] == (19, 19)
+    assert len(asked) == 16 + 2 * 5 and told[-1] == (37, 37)
     asked.clear()
     warm_up(SimpleNamespace(submit=submit, **sizes), tokens=0)
-    assert asked == [] and compactions == [0, 0]
+    assert asked == [] and len(compiled) == 6

@@ -7,7 +7,7 @@ the host reads it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from icejax.cache.protocol import CachePolicy
 from icejax.checks.errors import InputError
@@ -49,8 +49,13 @@ class DecodeLoop:
     def drop(self, at: int) -> None:
         """Frees the place of a row that has ended or goes on no longer; among several rows it reads and writes nothing more."""
         self.rows.pop(at, None)
-        if len(self.run.state.done) > 1:
+        if self.run.size > 1:
             self.run.state = without_row(self.run.state, at)
+
+    def resize(self, places: Sequence[int], size: int) -> None:
+        """Goes on with `size` places, of which the first have the rows of `places`, in that order."""
+        self.run.resize(places, size)
+        self.rows = {at: self.rows[old] for at, old in enumerate(places)}
 
     def step(self) -> Iterator[tuple[int, Outcome]]:
         """Reads the newest token of every row and takes a step; yields each row's place and its response, or its error.

@@ -16,7 +16,7 @@ from icejax.cache.pool.page_format import NoPages, PagesWithCodes, pool_bytes
 from icejax.cache.protocol import CachePolicy, KVCache
 from icejax.cache.registry import display_name
 from icejax.checks.errors import InputError
-from icejax.engine.batch import insert, without_row
+from icejax.engine.batch import insert, resized, without_row
 from icejax.engine.decode.constrained import constrained
 from icejax.engine.decode.counters import NOT_FINITE, pack_token
 from icejax.engine.decode.step import DecodePrograms, DecodeState, Step
@@ -58,7 +58,7 @@ class Run:
     def force(self, tokens: dict[int, int]) -> None:
         """Replaces the newest tokens of some rows, which then have not ended; a row whose logits are not finite stays so."""
         if tokens:
-            rows, newest = np.zeros(len(self.state.done), bool), np.zeros(len(self.state.done), np.int32)
+            rows, newest = np.zeros(self.size, bool), np.zeros(self.size, np.int32)
             rows[list(tokens)], newest[list(tokens)] = True, list(tokens.values())
             counters, done = _forced(self.step.counters, self.state.done, rows, newest)
             self.step = replace(self.step, counters=counters)
@@ -67,11 +67,20 @@ class Run:
     def constrain(self, masks: dict[int, np.ndarray]) -> None:
         """Chooses the newest tokens of some rows again, among those of their masks."""
         if masks:
-            rows = np.zeros(len(self.state.done), bool)
+            rows = np.zeros(self.size, bool)
             rows[list(masks)] = True
             bits = np.zeros((len(rows), len(next(iter(masks.values())))), np.uint32)
             bits[list(masks)] = list(masks.values())
             self.state, self.step = constrained(self.state, self.step, bits, rows, self.decoding.plan)
+
+    @property
+    def size(self) -> int:
+        """Number of places of the batch."""
+        return len(self.state.done)
+
+    def resize(self, places: Sequence[int], size: int) -> None:
+        """Moves the rows of `places` to the first places of a batch of `size` places, in that order."""
+        self.state, self.step = resized(self.state, self.step, places, size)
 
     def end(self, rows: Sequence[bool]) -> None:
         """Marks the rows where `rows` is true as ended: no pages and experts are fetched for them any more."""
@@ -79,14 +88,14 @@ class Run:
 
     def take_out(self, at: int) -> DecodeState:
         """Returns the row `at` without its cache, for `renew`; among several rows its place counts as ended until then."""
-        row, rows = without_cache(self.state, at), np.arange(len(self.state.done))
-        if len(rows) > 1:
-            self.end(rows == at)
+        row = without_cache(self.state, at)
+        if self.size > 1:
+            self.end(np.arange(self.size) == at)
         return row
 
     def renew(self, at: int, row: DecodeState, text: Sequence[int]) -> None:
         """Prefills the whole text of a row that was taken out, and puts the row back."""
-        self.renewing, alone = True, len(self.state.done) == 1
+        self.renewing, alone = True, self.size == 1
         if alone:
             self.state, self.fed, self.decoding.clock = row, self.step, 0  # frees the old cache before the new one is made
         row, step, self.pool = renewed(self.decoding.model, self.decoding.plan, row, text, self.pool)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from icejax.cache.pool import allocation
 from icejax.cache.pool.extents import Extents
@@ -27,11 +28,14 @@ from icejax.cache.protocol import CachePolicy
 from icejax.checks.errors import InputError
 from icejax.engine import batch
 from icejax.engine.decode.attention_map import check_has_pages
+from icejax.engine.decode.counters import pack_token
 from icejax.engine.decode.loop import DecodeLoop, Outcome
 from icejax.engine.decode.row import Row
 from icejax.engine.decode.run import Run, constants
 from icejax.engine.decode.step import DecodePrograms, DecodeState, Step
-from icejax.engine.plan import make_plan
+from icejax.engine.penalties import row_options
+from icejax.engine.plan import Plan, make_plan
+from icejax.engine.sampling import Sampling
 from icejax.engine.serving.job import CoreSizes, Job
 from icejax.engine.serving.prefix_cache import PrefixCache, divided
 from icejax.engine.serving.prefix_folder import PrefixFolder
@@ -42,6 +46,7 @@ from icejax.engine.serving.start import RowStart
 from icejax.engine.snapshot.fingerprint import check_registered, fingerprint, weights_sum
 from icejax.models.decoder import CausalLM
 from icejax.runtime import processes
+from icejax.runtime.mesh import home
 
 LOG = logging.getLogger(__name__)
 UNIT_S = 0.2  # seconds, beside half a step, that units of prefill may delay the rows that decode
@@ -87,7 +92,7 @@ class Core:
         """
         tokens = dict(prompt_tokens=sizes.prompt_tokens, new_tokens=sizes.new_tokens)
         self.plan = make_plan(model, policy, batch_size=sizes.places, joins=sizes.joins, **tokens)
-        self._row_plan = dataclasses.replace(self.plan, spec=dataclasses.replace(self.plan.spec, batch_size=1))
+        self._row_plan = self._plan_of(1)
         self._model, self._tokenizer = model, tokenizer
         self._progress, self._watch = progress, watch
         prefix_extents, prefix_bytes = divided(self.plan, sizes.prefix_memory)
@@ -115,6 +120,7 @@ class Core:
                 folder = PrefixFolder(prefix_dir, identity, self._row_plan, most_bytes=sizes.prefix_disk)
             self._prefix_cache = PrefixCache(self._row_plan, extents, prefix_bytes, folder)
         options = dict(share=share, most_waiting=most_waiting, prepare=self._prefix_cache and self._prefix_cache.prepare)
+        options |= dict(smaller=self.plan.smaller_sizes if sizes.resizes else ())
         self.scheduler = Scheduler(sizes.places, extents, **options)
         self._in_units = share < 1
         self._start: tuple[Row, RowStart] | None = None  # of the prompt that is being prefilled
@@ -154,10 +160,24 @@ class Core:
         if work is Work.DECODE:
             self._step_s = seconds
 
-    def compile_compaction(self) -> None:
-        """Compiles what the first compaction runs, on a batch whose places are free; no row may decode."""
+    def compile_for(self, size: int) -> None:
+        """Compiles what runs between steps of `size` places, and has all later steps compute at least so many.
+
+        That is the first compaction, and the move of rows to the next smaller size and back. No row may decode.
+        """
+        self.scheduler.least, state = size, batch.empty_batch(self._plan_of(size))
         if self.plan.compact_every:
-            _, self.pool = DecodePrograms(self._model, self.plan).compacted(batch.empty_batch(self.plan), self.pool)
+            state, self.pool = DecodePrograms(self._model, self.plan).compacted(state, self.pool)
+        smaller, vocabulary = [other for other in self.scheduler.sizes if other < size], self._model.config.vocab_size
+        if not smaller:
+            return
+        options = row_options([Sampling(temperature=1.0, frequency_penalty=1.0)] * size, [()] * size, vocabulary)
+        step = Step(pack_token(state.last_tokens), jnp.zeros((size, vocabulary)))
+        # Committed as a step's results are, or what takes them compiles twice.
+        (sampling, penalties), step = jax.device_put((options, step), home(self.plan.mesh))
+        state = dataclasses.replace(state, sampling=sampling, penalties=penalties)
+        for other in (smaller[-1], size):
+            state, step = batch.resized(state, step, (), other)
 
     def close(self) -> None:
         """Ends a prefill that has not ended, with the files that it reads or writes."""
@@ -218,22 +238,27 @@ class Core:
 
     def _put(self, ticket: Ticket, row: Row, state: DecodeState, step: Step) -> None:
         """Puts a prefilled row into its place in the batch."""
-        places = self.plan.spec.batch_size
+        size = self.scheduler.size
         if self._loop is None:
             programs = DecodePrograms(self._model, self.plan)
-            arrays = (state, step) if places == 1 else (batch.empty_batch(self.plan), step.of_rows(places))
+            arrays = (state, step) if size == 1 else (batch.empty_batch(self._plan_of(size)), step.of_rows(size))
             run = Run(programs, *arrays, self.pool, self._see_step)
             self._loop, self.pool = DecodeLoop(run, self.constants), None
+        elif self._loop.run.size < size:  # all its places are taken
+            self._loop.resize(range(ticket.at), size)
         run = self._loop.run
         if self._hosts_experts:  # prefill has moved some to the device
             run.decoding.take_weights()
-        if places > 1:
+        if size > 1:
             run.state = batch.insert(run.state, state, ticket.at, plan=self.plan)
             run.step = run.step.with_row(ticket.at, step)
         self._loop.put(ticket.at, row)
 
     def _decode(self) -> Iterator[tuple[Ticket, Outcome]]:
         self._has_stepped = True
+        places = self.scheduler.shrink()
+        if places is not None:
+            self._loop.resize(places, self.scheduler.size)
         tickets = dict(self.scheduler.decoding)
         for at, outcome in self._loop.step():
             is_over = at not in self._loop.rows
@@ -242,6 +267,9 @@ class Core:
                 self.release(tickets[at])
         if self.scheduler.prefilling is not None and self._loop is not None:
             self._loop.run.step.counters.block_until_ready()  # beside a unit it would take longer, and so would the unit
+
+    def _plan_of(self, rows: int) -> Plan:
+        return dataclasses.replace(self.plan, spec=dataclasses.replace(self.plan.spec, batch_size=rows))
 
     def _see_step(self, state: DecodeState) -> None:
         """Looks at the state after a step: the rows that explain themselves, and who watches."""

@@ -69,6 +69,8 @@ class CoreSizes:
         prompts: token counts of the longest prompts that the pool holds at once.
         joins: whether a row may get the place of one that has ended.
         samples: whether some prompts have several answers, which share the prompt's pages.
+        resizes: whether a step computes only as many places as are used, rounded up to a size of the plan; each size compiles
+            programs of its own. False: all places.
         prefix_memory: bytes of host memory for cached prefixes; 0: no store.
         prefix_disk: bytes of the disk for cached prefixes.
     """
@@ -79,5 +81,6 @@ class CoreSizes:
     prompts: tuple[int, ...]
     joins: bool
     samples: bool = False
+    resizes: bool = False
     prefix_memory: int = 0
     prefix_disk: int = 0

@@ -5,13 +5,16 @@ a place is free and the pool has extents for its prompt and its whole answer. No
 
 Example: a prompt is prefilled in 10 units of 150 ms while other rows decode in steps of 50 ms, at a share of 0.7. After each
 unit come one or two steps, so that 70% of the time is prefill.
+
+A step computes the first `size` places. Example: 5 of 8 places are used, so steps compute 8. Two rows end; after 8 more steps
+the three others move to the places 0, 1 and 2, and steps compute 4.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +22,8 @@ import numpy as np
 
 from icejax.cache.pool.extents import Extents
 from icejax.checks.errors import InputError
+
+SMALLER_AFTER = 8  # steps for which a smaller size must be enough: moving the rows takes about as long as a few steps
 
 
 class Work(enum.Enum):
@@ -44,8 +49,8 @@ class Ticket:
         shared: i32[X], extents of a cached prefix that it reads too.
         route: how its prompt gets into a cache; set by `prepare`.
         owner: who gets the responses.
-        at: its place in the batch; None while it waits, and when it is over.
-        table: i32[X], the extents that its row has; None without a pool, and without a place.
+        at: its place in the batch; None before it decodes, and when it is over.
+        table: i32[X], the extents that its row has; None without a pool, while it waits, and when it is over.
     """
 
     request: Any
@@ -84,6 +89,9 @@ class Scheduler:
         prefilling: the ticket whose prompt is being prefilled; None: no prompt is.
         decoding: the tickets that decode, by place.
         extents: the pool's extents; None without a pool.
+        sizes: numbers of places that a step may compute, ascending.
+        size: how many a step computes now, the first ones.
+        least: the smallest size that steps may have, for a warm-up.
     """
 
     def __init__(
@@ -91,6 +99,7 @@ class Scheduler:
         places: int,
         extents: Extents | None,
         *,
+        smaller: Sequence[int] = (),
         share: float = 1.0,
         most_waiting: int | None = None,
         prepare: Callable[[Ticket], None] | None = None,
@@ -99,6 +108,7 @@ class Scheduler:
 
         Args:
             places: rows that decode at once.
+            smaller: smaller numbers of places that a step may compute, ascending.
             share: most of the time that prefill may take while other rows decode, above 0; 1: a prompt is prefilled whole
                 before the next step, so that the order of all work depends on the requests alone.
             most_waiting: most tickets that may wait; None: any number.
@@ -107,11 +117,13 @@ class Scheduler:
         """
         self.waiting, self.prefilling, self.decoding = deque[Ticket](), None, dict[int, Ticket]()
         self.extents, self._share, self._most_waiting, self._prepare = extents, share, most_waiting, prepare
-        self._free = list(range(places))
         self._capacity = 0 if extents is None else extents.free
         # share x seconds of steps - (1 - share) x seconds of units that delayed rows; below 0 the next unit waits for steps.
         self._credit, self._delays_rows = 0.0, False
         self._newest, self._works, self._places = Work.NOTHING, 0, places
+        self.sizes = *smaller, places
+        self.size = self.least = self.sizes[0]
+        self._spare = 0  # steps since the rows needed more than the next smaller size
 
     @property
     def busy(self) -> bool:
@@ -166,28 +178,46 @@ class Scheduler:
         return Load(running=len(running), waiting=len(self.waiting), used=used, free_extents=free, works=self._works)
 
     def prefilled(self) -> Ticket:
-        """Moves the prefilled ticket to those that decode, and returns it."""
+        """Gives the prefilled ticket the first free place, and returns it; `size` grows if it has to."""
         ticket, self.prefilling = self.prefilling, None
+        if not self.decoding:  # a batch begins
+            self.size = self.least
+        ticket.at = next(at for at in range(self._places) if at not in self.decoding)
         self.decoding[ticket.at] = ticket
+        self.size = next(size for size in self.sizes if size >= max(self.size, ticket.at + 1))
         return ticket
+
+    def shrink(self) -> list[int] | None:
+        """Called before a step: gives it the next smaller size if that has been enough for some steps.
+
+        Returns:
+            The places that the rows had, in the order of their new ones from 0 on; None: nothing changes.
+        """
+        smaller = max((size for size in self.sizes if self.least <= size < self.size), default=0)
+        needed = len(self.decoding) + len(self.waiting) + (self.prefilling is not None)
+        self._spare = self._spare + 1 if needed <= smaller else 0
+        if self._spare < SMALLER_AFTER:
+            return None
+        places = sorted(self.decoding)
+        self.decoding = {at: self.decoding[old] for at, old in enumerate(places)}
+        for at, ticket in self.decoding.items():
+            ticket.at = at
+        self.size, self._spare = smaller, 0
+        return places
 
     def release(self, ticket: Ticket) -> None:
         """Takes a ticket out, wherever it is, with its place and its extents; a ticket that is out stays out."""
         if ticket in self.waiting:
             self.waiting.remove(ticket)
-        if ticket.at is None:
-            return
         if ticket is self.prefilling:
             self.prefilling = None
         self.decoding.pop(ticket.at, None)
         if ticket.table is not None:
             self.extents.give_back(ticket.table)
-        self._free.append(ticket.at)
-        self._free.sort()
         ticket.at = ticket.table = None
 
     def _admit(self) -> None:
-        if not (self.waiting and self._free):
+        if not self.waiting or len(self.decoding) == self._places:
             return
         ticket = self.waiting[0]
         if self._prepare is not None:
@@ -200,4 +230,4 @@ class Scheduler:
                 self.extents.share(ticket.shared)
                 ticket.table = np.where(ticket.wanted, ticket.table, ticket.shared)
         self.waiting.popleft()
-        ticket.at, self.prefilling = self._free.pop(0), ticket
+        self.prefilling = ticket

@@ -110,6 +110,7 @@ class EngineThread:
 
     Attributes:
         constants: those of the core.
+        sizes: numbers of places that a step may compute, ascending.
     """
 
     def __init__(self, make_core: Callable[[], Core], *, most_waiting: int | None = None) -> None:
@@ -122,7 +123,7 @@ class EngineThread:
         self._changed = threading.Condition()
         self._new: deque[tuple[Handle, Sequence[Job]]] = deque()
         self._cancelled: deque[Handle] = deque()
-        self._compiles: deque[queue.SimpleQueue[BaseException | None]] = deque()  # callers of `compile_compaction`
+        self._compiles: deque[tuple[int, queue.SimpleQueue[BaseException | None]]] = deque()  # calls of `compile_for`
         self._tickets: dict[Handle, list[Ticket]] = {}  # that are not over
         self._closes = False
         self._failure: BaseException | None = None
@@ -152,13 +153,13 @@ class EngineThread:
             self._changed.notify()
         return handle
 
-    def compile_compaction(self) -> None:
-        """Compiles what the first compaction runs, as soon as no request runs; RuntimeError if the engine ends before."""
+    def compile_for(self, size: int) -> None:
+        """Calls `Core.compile_for` as soon as no request runs; RuntimeError if the engine ends before."""
         ended = queue.SimpleQueue()
         with self._changed:
             if self._closes:
                 raise self._error()
-            self._compiles.append(ended)
+            self._compiles.append((size, ended))
             self._changed.notify()
         if (error := ended.get()) is not None:
             raise error
@@ -201,7 +202,7 @@ class EngineThread:
         except BaseException as error:
             self._started.put(error)
             return
-        self._scheduler, self.constants = core.scheduler, core.constants
+        self._scheduler, self.constants, self.sizes = core.scheduler, core.constants, core.scheduler.sizes
         self._started.put(None)
         try:
             self._drive(core)
@@ -217,7 +218,7 @@ class EngineThread:
             handles = [*self._tickets, *(handle for handle, _ in self._new)]
             self._tickets.clear()
             self._new.clear()  # a handle holds the engine
-            for ended in self._compiles:
+            for _, ended in self._compiles:
                 ended.put(self._error())
         atexit.unregister(self.close)
         for handle in handles:
@@ -259,8 +260,8 @@ class EngineThread:
             if self._drop(core, handle):
                 handle.put(None)
         if self._compiles and not core.busy and not closes:
-            core.compile_compaction()
-            self._compiles.popleft().put(None)
+            core.compile_for(self._compiles[0][0])
+            self._compiles.popleft()[1].put(None)
         return not closes
 
     def _drop(self, core: Core, handle: Handle) -> bool:
