@@ -72,7 +72,7 @@ def extend(
             x.block_until_ready()
             progress(i + 1)
     lengths = Lengths.of(lengths.seen + new, lengths.next_page + used)
-    penalties = None if state.penalties is None else state.penalties.behind(jnp.asarray(tokens))
+    penalties = None if state.penalties is None else state.penalties.behind(tokens)
     cache, draw_origin = KVCache(tuple(states), lengths, table), jnp.copy(lengths.seen)
     options = dict(draw_origin=draw_origin, penalties=penalties)
     state = dataclasses.replace(state, cache=cache, done=draw_origin < 0, **options)

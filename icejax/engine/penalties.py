@@ -78,9 +78,11 @@ class RowPenalties:
         row = jnp.arange(len(tokens))
         return replace(self, seen=self.seen.at[row, tokens].add(times), counts=self.counts.at[row, tokens].add(times))
 
-    def behind(self, text: Int[Array, " T"]) -> RowPenalties:
+    def behind(self, text: Sequence[int]) -> RowPenalties:
         """Returns the penalties of one row before its answer to a further text."""
-        return replace(self, seen=self.seen.at[0, text].add(1), counts=jnp.zeros_like(self.counts))
+        # Counted by NumPy: programs would be compiled for every length of a text.
+        new = np.bincount(np.asarray(text, np.int64), minlength=self.seen.shape[1])[None].astype(np.int32)
+        return replace(self, seen=self.seen + new, counts=jnp.zeros_like(self.counts))
 
 
 def row_options(

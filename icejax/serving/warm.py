@@ -9,6 +9,7 @@ from icejax.checks.errors import InputError
 from icejax.engine.buckets import SHORTEST, bucket
 from icejax.engine.request import Request
 from icejax.engine.sampling import Sampling
+from icejax.engine.serving.prefix_cache import TAIL
 from icejax.text.grammar.rules import Grammar
 
 SALT = "warm-up"  # and the number of tokens, or a prompt would find the one before it and not be prefilled
@@ -66,7 +67,9 @@ def _requests(engine: Engine, most: int, *, all_prompts: bool) -> list[tuple[Req
     if all_prompts:
         prompts += [([0] * size, {}, f"{SALT} {size}") for size in sizes[1:]]
         behind = [[1 + number] * size for number, size in enumerate((0, *BEHIND))]  # no text begins with another one
-        prompts += [([0] * SHORTEST + text, {}, SALT) for text in behind if SHORTEST + len(text) <= most]
+        # The tail of a long prompt is computed behind the cache of its beginning, also for rows with penalties.
+        options = {TAIL: kinds[-1]}
+        prompts += [([0] * SHORTEST + text, options.get(len(text), {}), SALT) for text in behind if SHORTEST + len(text) <= most]
     requests = []
     for prompt, options, salt in prompts:
         count = min(3 if requests else STEPS, engine.max_new_tokens, engine.context_length - len(prompt))

@@ -37,7 +37,7 @@ def answer(chatty, tmp_path):
 @pytest.mark.slow
 def test_documents_outlive_the_server_for_their_own_key(answer, tmp_path):
     first, other = KEYS
-    assert [cached for cached, _ in answer((first, "add(1"), (first, "add(2"))] == [0, 0]
+    assert [cached for cached, _ in answer((first, "add(1"), (first, "add(2"))] == [0, 255]  # a block, and its logits anew
     (mine, text), (theirs, same_text) = answer((first, "add(3"), (other, "add(3"))
     assert (mine, theirs) == (256, 0) and text == same_text
     paths = [*(tmp_path / "prefixes").rglob("*")]
@@ -46,3 +46,30 @@ def test_documents_outlive_the_server_for_their_own_key(answer, tmp_path):
     for path in paths:
         told = path.name.encode() + (path.read_bytes() if path.is_file() else b"")
         assert not any(part in told for part in (b"sk-", first.encode(), b"return"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "least"), [("full", 1700), ("clustered", 1440)])
+def test_the_second_question_about_a_document_is_computed_alone(chatty, name, least):
+    """As completions, and as chats whose one message is the document and the question; another key computes all anew."""
+    document, sizes = DOCUMENT * 6, dict(batch_size=2, context_length=2000, max_new_tokens=8)
+
+    def start():
+        cache = icejax.Full() if name == "full" else icejax.Clustered(budget=2048)
+        return *chatty, icejax.Engine(*chatty, cache=cache, **sizes)
+
+    with live(Service(names=("m",), root="m", keys=KEYS, places=2), start) as server:
+        for path, form in (
+            ("/v1/completions", lambda text: dict(prompt=text)),
+            ("/v1/chat/completions", lambda text: dict(messages=[dict(role="user", content=text)])),
+        ):
+            told = []
+            for key, question in ((KEYS[0], "add(1"), (KEYS[0], "add(2"), (KEYS[1], "add(2")):
+                body = form(document + question) | dict(max_tokens=4, temperature=0)
+                body = server.ask(path, body, Authorization=f"Bearer {key}")
+                (choice,) = body["choices"]
+                told.append(
+                    (body["usage"]["prompt_tokens_details"]["cached_tokens"], choice.get("text", choice.get("message")))
+                )
+            cached, texts = zip(*told, strict=True)
+            assert cached[0] == cached[2] == 0 and least <= cached[1] < 1800 and texts[1] == texts[2]

@@ -40,7 +40,7 @@ from icejax.engine.serving.job import CoreSizes, Job
 from icejax.engine.serving.prefix_cache import PrefixCache, divided
 from icejax.engine.serving.prefix_folder import PrefixFolder
 from icejax.engine.serving.prefixes import BLOCK, chain
-from icejax.engine.serving.route import Route
+from icejax.engine.serving.route import whole_route
 from icejax.engine.serving.scheduler import Scheduler, Ticket, Work
 from icejax.engine.serving.start import RowStart
 from icejax.engine.snapshot.fingerprint import check_registered, fingerprint, weights_sum
@@ -118,7 +118,9 @@ class Core:
                 check_registered(policy)
                 identity = fingerprint(model, policy, tokenizer) | {"weights": weights_sum(model)}
                 folder = PrefixFolder(prefix_dir, identity, self._row_plan, most_bytes=sizes.prefix_disk)
-            self._prefix_cache = PrefixCache(self._row_plan, extents, prefix_bytes, folder)
+            # Several answers to a prompt of `generate` should be those of a prompt that is prefilled in one piece.
+            options = dict(cuts_tails=sizes.prefix_memory > 0)
+            self._prefix_cache = PrefixCache(self._row_plan, extents, prefix_bytes, folder, **options)
         options = dict(share=share, most_waiting=most_waiting, prepare=self._prefix_cache and self._prefix_cache.prepare)
         options |= dict(smaller=self.plan.smaller_sizes if sizes.resizes else ())
         self.scheduler = Scheduler(sizes.places, extents, **options)
@@ -225,7 +227,7 @@ class Core:
     def _started(self, ticket: Ticket) -> tuple[Row, RowStart]:
         """Returns the record and the start of a row whose ticket has just got its place."""
         job, row_salt = ticket.request, None
-        route = ticket.route or Route(None, (len(job.tokens),))
+        route = ticket.route or whole_route(len(job.tokens))
         if self._prefix_cache is not None and job.prompt_logprobs is None:
             self._prefix_cache.prefixes.see(chain(job.tokens, job.salt))
             if len(job.tokens) >= BLOCK or job.samples > 1:

@@ -25,7 +25,8 @@ class Cropped(NamedTuple):
 
 def crop(x: np.ndarray) -> Cropped:
     """Returns an array without the zeros at the end of each axis."""
-    nonzero, ends = x != 0, []
+    bits = x.view(np.uint16) if x.dtype.itemsize == 2 else x  # to compare bf16 takes NumPy four times as long
+    nonzero, ends = bits != 0, []
     for axis in range(x.ndim):
         places = np.flatnonzero(nonzero.any(tuple(other for other in range(x.ndim) if other != axis)))
         ends.append(slice(0, int(places[-1]) + 1 if len(places) else 0))

@@ -25,11 +25,13 @@ from icejax.engine.plan import Plan
 from icejax.engine.serving.cropped import crop
 from icejax.engine.serving.prefix_folder import PrefixFolder, StoredPrefix
 from icejax.engine.serving.prefixes import BLOCK, Entry, Prefixes, chain
-from icejax.engine.serving.route import Route, pieces
+from icejax.engine.serving.route import Route, pieces, whole_route
 from icejax.engine.serving.scheduler import Ticket
 from icejax.engine.snapshot.row_arrays import array_out, empty_cache
 
 LOG = logging.getLogger(__name__)
+TAIL = 256  # tokens: the end of a prompt that another prompt probably does not share, such as the question about a document
+LEAST = 768  # tokens: shorter texts are not cut before their tail, because computing them anew costs little
 POOL_SHARE = 0.75  # of the bytes for prefixes that go to the pool; digests and dense layers take the rest
 
 
@@ -52,33 +54,34 @@ class PrefixCache:
         folder: the entries on the disk; None: no disk is used.
     """
 
-    def __init__(self, plan: Plan, extents: Extents | None, most_bytes: int, folder: PrefixFolder | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        extents: Extents | None,
+        most_bytes: int,
+        folder: PrefixFolder | None = None,
+        *,
+        cuts_tails: bool = True,
+    ) -> None:
         """Begins with an empty store in memory.
 
         Args:
             plan: the plan of a batch of one row.
             extents: the extents of the pool, of which entries take those that no row needs; None without a pool.
             most_bytes: bytes of the entries' arrays.
+            cuts_tails: whether long prompts are also stored without their end, for prompts that end otherwise.
         """
-        self.folder = folder
+        self.folder, self._cuts_tails = folder, cuts_tails
         self._plan, self._extents, self.prefixes = plan, extents, Prefixes(extents, most_bytes=most_bytes)
         self._evicts = any(policy.evicts for policy in plan.policies)
 
     def prepare(self, ticket: Ticket) -> None:
         """Sets a ticket's route and the extents that it needs, and forgets entries until so many extents are free."""
-        whole = Route(None, (len(ticket.request.tokens),))
+        tokens, whole = ticket.request.tokens, whole_route(len(ticket.request.tokens))
         if not ticket.request.reads_prefixes:
             self._set(ticket, whole)
             return
-        tokens, hashes = ticket.request.tokens, chain(ticket.request.tokens, ticket.request.salt)
-        entry, shared = self.prefixes.find(tokens, hashes)
-        stored = None if self.folder is None else self.folder.find(tokens, hashes)
-        if stored is not None and (entry is None or stored.length > entry.length):
-            entry = stored
-        held = 0 if entry is None else entry.length
-        is_cut = held + BLOCK <= shared < len(tokens) and not self._evicts
-        cuts = (shared, len(tokens)) if is_cut else (len(tokens),)
-        route = Route(entry, () if held == len(tokens) else cuts)
+        route = self._route(tokens, chain(tokens, ticket.request.salt))
         if self._pages(route) > self._plan.prompt_pages:  # each text behind another wastes a part of a page
             route = whole
         self._set(ticket, route)
@@ -88,6 +91,26 @@ class PrefixCache:
             if ticket.route.entry is None:
                 return  # rows that decode have the extents
             self._set(ticket, whole)
+
+    def _route(self, tokens: np.ndarray, hashes: Sequence[bytes]) -> Route:
+        """Returns the route of a prompt behind the longest cached prefix, and cut where it is worth an entry."""
+        entry, held, whole, shared = self.prefixes.find(tokens, hashes)
+        stored = None if self.folder is None else self.folder.find(tokens, hashes)
+        if stored is not None and stored.length > held:
+            entry, held = stored, stored.length
+        whole, can_cut, cuts = max(whole, 0 if stored is None else stored.length), self._can_cut(len(tokens)), []
+        # In memory an entry that can be cut serves as well as one of its beginning; on the disk only the beginning is found.
+        if not self._evicts and whole + BLOCK <= shared and not (can_cut and self.folder is None):
+            cuts.append(shared)
+            held = min(held, shared - 1)  # the logits behind the beginning are stored too
+        tail = len(tokens) - TAIL
+        if self._cuts_tails and not self._evicts and not can_cut and tail - max(held, *cuts, 0) > LEAST:
+            cuts.append(tail)
+        return Route(entry, held, () if held == len(tokens) else (*cuts, len(tokens)), shared)
+
+    def _can_cut(self, tokens: int) -> bool:
+        """Says whether the first tokens of a cache of so many tokens can be used alone."""
+        return not self._plan.pooled and all(policy.can_trim(tokens) for policy in self._plan.policies)
 
     def _lacks(self, ticket: Ticket) -> bool:
         return ticket.wanted is not None and ticket.wanted.sum() > self._extents.free
@@ -100,7 +123,7 @@ class PrefixCache:
         growth = range(self._plan.prompt_pages, self._plan.pool.pages)
         pages = self._pages(route)
         if isinstance(route.entry, StoredPrefix):  # if it cannot be read, the whole prompt is computed: maybe more pages
-            pages = max(pages, self._pages(Route(None, (len(ticket.request.tokens),))))
+            pages = max(pages, self._pages(whole_route(len(ticket.request.tokens))))
         ticket.wanted = row_extents(pages, growth, most=len(ticket.wanted))
         ticket.shared = None
         if isinstance(route.entry, Entry):
@@ -110,13 +133,26 @@ class PrefixCache:
             ticket.shared, ticket.wanted = np.where(shares, route.entry.table, SCRATCH_EXTENT), ticket.wanted & ~shares
 
     def keep(
-        self, tokens: Sequence[int], salt: str, count: int, row: DecodeState, logits: jax.Array, *, layers: Any = None
+        self,
+        tokens: Sequence[int],
+        salt: str,
+        count: int,
+        row: DecodeState,
+        logits: jax.Array,
+        *,
+        followers: int,
+        layers: Any = None,
+        behind: Entry | None = None,
+        before: Entry | None = None,
     ) -> Entry | None:
         """Puts a row's cache, of the first `count` of its tokens, into the store, and returns the entry; the row goes on.
 
         Args:
             logits: f32[1, V], behind the last of these tokens.
+            followers: number of prompts that go on behind these tokens.
             layers: the cropped arrays of the row's layers; None: they are copied from the device.
+            behind: the entry in memory with whose tokens the row begins; None: no such entry.
+            before: as in `Prefixes.add`.
         """
         cache = layers
         if layers is None:
@@ -130,9 +166,11 @@ class PrefixCache:
             table, pages = np.array(row.cache.table)[0], pages_used(row, self._plan)
             table = np.where(np.arange(len(table)) < extents_for(pages), table, SCRATCH_EXTENT)
         fields = dict(table=table, pages=pages, logits=np.array(logits), extends=not self._evicts)
-        fields |= dict(key=chain(tokens[:count], salt)[-1], followers=2 if count < len(tokens) else 0)
+        fields |= dict(can_cut=self._can_cut(count), hashes=chain(tokens[:count], salt), followers=followers)
         entry = Entry(np.array(tokens[:count], np.int32), cache, nbytes, **fields)
-        self.prefixes.add(entry)
+        if behind is not None and behind.can_cut and entry.can_cut:
+            entry.is_shared, behind.is_shared = True, False
+        self.prefixes.add(entry, before=before)
         return entry
 
     def to_disk(self, entry: Entry, pool: Callable[[], Pool | None]) -> Iterator[None]:
@@ -152,12 +190,15 @@ class PrefixCache:
         """Returns how many prompt pages a row takes that goes a route."""
         if not self._plan.pooled:
             return 0
+        size, layout, cuts = self._plan.page_size, self._plan.policies[self._plan.pooled[0]].window_layout, route.cuts
         if route.entry is None:
-            pages, done, cuts = bucket(route.cuts[0]) // self._plan.page_size, route.cuts[0], route.cuts[1:]
+            done, cuts = cuts[0], cuts[1:]
+            pages, used = bucket(done) // size, -(-max(done - layout.sinks - layout.fill, 0) // size)
         else:
-            pages, done, cuts = route.entry.pages, route.entry.length, route.cuts
-        for cut in cuts:
+            pages, used, done = route.entry.pages, route.entry.pages, route.entry.length
+        for cut in cuts:  # a text overwrites the empty pages behind the texts before it
             for start, stop in pieces(done, cut):
-                pages += self._plan.text_slots(stop - start) // self._plan.page_size
+                pages = max(pages, used + self._plan.text_slots(stop - start) // size)
+                used += -(-(stop - start) // size)
             done = cut
         return pages

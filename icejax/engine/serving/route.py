@@ -16,12 +16,21 @@ class Route:
 
     Attributes:
         entry: the cached prefix, in memory or on the disk; None: no prefix is stored.
-        cuts: numbers of first tokens after which the cache is stored, in order; the last is the whole prompt's. None if the
+        held: number of its tokens with which the row begins.
+        cuts: numbers of first tokens after which the cache is stored, in order; the last is the whole prompt's. Empty if the
             cached prefix is the whole prompt.
+        shared: number of first tokens that an earlier prompt had too.
     """
 
     entry: Entry | StoredPrefix | None
+    held: int
     cuts: tuple[int, ...]
+    shared: int = 0
+
+
+def whole_route(tokens: int) -> Route:
+    """Returns the route of a prompt of so many tokens behind nothing, which is cut nowhere."""
+    return Route(None, 0, (tokens,))
 
 
 def pieces(start: int, stop: int) -> list[tuple[int, int]]:

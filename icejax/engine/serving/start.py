@@ -115,7 +115,7 @@ class RowStart:
 
     def _run(self) -> Iterator[None]:
         """Runs the pieces: a `yield` stands before every piece, and the code up to the next one is the piece."""
-        entry, cuts, state, step = self._route.entry, self._route.cuts, None, None
+        entry, cuts, state, step, kept = self._route.entry, self._route.cuts, None, None, None
         if isinstance(entry, StoredPrefix):
             loaded = yield from self._loaded(entry)
             if loaded is None:
@@ -124,12 +124,13 @@ class RowStart:
                 state, logits = loaded
         elif entry is not None:
             yield
-            entry.followers += bool(cuts)
-            yield from self._to_disk(entry)
+            if self._route.held == entry.length:
+                entry.followers += bool(cuts)
+                yield from self._to_disk(entry)
             state, logits = self._restored(entry), jnp.asarray(entry.logits)
         if entry is not None:
-            self.cached = entry.length
-            LOG.info("%d of %d tokens are in the prefix store", entry.length, len(self._tokens))
+            self.cached = self._route.held
+            LOG.info("%d of %d tokens are in the prefix store", self.cached, len(self._tokens))
             if not cuts:
                 state, step = choose_from(logits, state, self._plan)
         end = self.cached
@@ -159,7 +160,7 @@ class RowStart:
                 into = None if self._table is None else (self._pool, self._table[None])
                 options = dict(sampling=[self._sampling], draws=[self._draw], progress=self._progress, into=into)
                 state, step, self._pool = prefill(self._model, [self._tokens[:cut]], self._plan, **options)
-            yield from self._to_disk(self._keep(cut, state, step.logits))
+            yield from self._to_disk(kept := self._keep(cut, state, step.logits, before=kept))
             if cut < len(self._tokens):
                 state = self._with_options(self._before_text(state), cut)
             end = cut
@@ -184,14 +185,21 @@ class RowStart:
             return None
         layers = folder.layers(leaves)
         state = self._row_of(layers, stored.length, stored.pages)
-        self._keep(stored.length, state, logits, layers)
+        self._keep(stored.length, state, logits, layers=layers, followers=2)  # or it would not be on the disk
         return state, logits
 
-    def _keep(self, count: int, state: DecodeState, logits: jax.Array, layers: tuple[Any, ...] | None = None) -> Entry | None:
-        """Puts the cache of the first `count` tokens into the store; returns its entry, or None."""
+    def _keep(self, count: int, state: DecodeState, logits: jax.Array, **options: Any) -> Entry | None:
+        """Puts the cache of the first `count` tokens into the store; returns its entry, or None.
+
+        Args:
+            options: options of `PrefixCache.keep`.
+        """
         if self._salt is None:
             return None
-        return self._prefixes.keep(self._tokens, self._salt, count, state, logits, layers=layers)
+        route = self._route
+        options = dict(followers=(count < len(self._tokens)) + (count <= route.shared)) | options
+        options |= dict(behind=route.entry if isinstance(route.entry, Entry) else None)
+        return self._prefixes.keep(self._tokens, self._salt, count, state, logits, **options)
 
     def _to_disk(self, entry: Entry | None) -> Iterator[None]:
         """Writes an entry to the disk in pieces, if it belongs there."""
@@ -222,12 +230,20 @@ class RowStart:
             self._pool = host_pool.write_extent(self._pool, bits, jnp.int32(self._table[last]), mesh=mesh)
         return self._row_of(entry.cache, entry.length, entry.pages)
 
-    def _row_of(self, layers: tuple[Any, ...], tokens: int, pages: int) -> DecodeState:
-        """Returns the row whose cache has these layers, cropped, and so many tokens and pages."""
+    def _row_of(self, layers: tuple[Any, ...], length: int, pages: int) -> DecodeState:
+        """Returns the row whose cache has these layers, cropped, and so many pages; it begins with the route's tokens.
+
+        Args:
+            length: the tokens of the cached prefix.
+        """
+        tokens = self._route.held
         cache = jax.tree.map(whole, layers, is_leaf=lambda x: isinstance(x, Cropped))
         layers = arrays_in(cache, self._plan, self._plan.cuts.layers)
         table = None if self._table is None else jnp.asarray(self._table[None])
         counts, zeros = jnp.asarray([tokens], jnp.int32), jnp.zeros(1, jnp.int32)
+        if tokens < length:  # no array may be part of the row twice, since a step donates all
+            pairs = zip(self._plan.policies, layers, strict=True)
+            layers = tuple(policy.trimmed(layer, jnp.copy(counts), jnp.int32(0)) for policy, layer in pairs)
         cache = KVCache(layers, Lengths.of(counts, pages), table)
         # Draws count from the end of the prompt, as behind a prefill.
         state = DecodeState(cache, zeros, zeros > 0, row_keys([self._draw]), jnp.copy(counts))
