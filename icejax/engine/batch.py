@@ -161,7 +161,7 @@ def pages_used(row: DecodeState, plan: Plan) -> int:
 
 def _counts(row: DecodeState, plan: Plan) -> Int[np.ndarray, " P"]:
     first = plan.pooled[0]
-    return np.asarray(plan.policies[first].counts(row.cache.layers[first]))[0, 0]
+    return np.asarray(plan.policies[first].counts(row.cache.layers[first]).addressable_data(0))[0, 0]
 
 
 @functools.partial(jax.jit, static_argnames="plan")

@@ -107,7 +107,7 @@ def processes_of(mesh: Mesh | None) -> int:
 def check_one_process(mesh: Mesh | None, what: str) -> None:
     """Raises InputError if several processes share the devices."""
     if processes_of(mesh) > 1:
-        raise InputError(f"{what} runs in one process: leave its group, or call icejax.generate in all processes")
+        raise InputError(f"{what} runs in one process: leave its group")
 
 
 def home(mesh: Mesh | None, cuts: Any = WHOLE) -> Any:

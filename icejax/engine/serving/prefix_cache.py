@@ -22,12 +22,11 @@ from icejax.engine.batch import pages_used
 from icejax.engine.buckets import bucket
 from icejax.engine.decode.step import DecodeState
 from icejax.engine.plan import Plan
-from icejax.engine.serving.cropped import crop
+from icejax.engine.serving.cropped import layers_out
 from icejax.engine.serving.prefix_folder import PrefixFolder, StoredPrefix
 from icejax.engine.serving.prefixes import BLOCK, Entry, Prefixes, chain
 from icejax.engine.serving.route import Route, pieces
 from icejax.engine.serving.scheduler import Ticket
-from icejax.engine.snapshot.row_arrays import array_out, empty_cache
 
 LOG = logging.getLogger(__name__)
 POOL_SHARE = 0.75  # of the bytes for prefixes that go to the pool; digests and dense layers take the rest
@@ -52,15 +51,24 @@ class PrefixCache:
         folder: the entries on the disk; None: no disk is used.
     """
 
-    def __init__(self, plan: Plan, extents: Extents | None, most_bytes: int, folder: PrefixFolder | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        extents: Extents | None,
+        most_bytes: int,
+        folder: PrefixFolder | None = None,
+        *,
+        agreed: Callable[[int], int] = lambda value: value,
+    ) -> None:
         """Begins with an empty store in memory.
 
         Args:
             plan: the plan of a batch of one row.
             extents: the extents of the pool, of which entries take those that no row needs; None without a pool.
             most_bytes: bytes of the entries' arrays.
+            agreed: as in `Core`; called with the bytes of this process's shares of an entry.
         """
-        self.folder = folder
+        self.folder, self._agreed = folder, agreed
         self._plan, self._extents, self.prefixes = plan, extents, Prefixes(extents, most_bytes=most_bytes)
         self._evicts = any(policy.evicts for policy in plan.policies)
 
@@ -118,10 +126,8 @@ class PrefixCache:
             logits: f32[1, V], behind the last of these tokens.
             layers: the cropped arrays of the row's layers; None: they are copied from the device.
         """
-        cache = layers
-        if layers is None:
-            cache = jax.tree.map(lambda *x: crop(array_out(*x)), row.cache.layers, empty_cache(self._plan).layers)
-        nbytes = sum(x.nbytes for x in jax.tree.leaves(cache) if isinstance(x, np.ndarray))
+        cache = layers_out(row.cache.layers, self._plan) if layers is None else layers
+        nbytes = self._agreed(sum(x.nbytes for x in jax.tree.leaves(cache) if isinstance(x, np.ndarray)))
         if nbytes > self.prefixes.most_bytes:
             LOG.info("a prefix of %d tokens is not stored: its arrays take %d bytes", count, nbytes)
             return None

@@ -28,12 +28,12 @@ from icejax.engine.plan import Plan
 from icejax.engine.prefill import prefill
 from icejax.engine.prompt_logprobs import prompt_logprobs
 from icejax.engine.sampling import Sampling, row_keys
-from icejax.engine.serving.cropped import Cropped, whole
+from icejax.engine.serving.cropped import layers_in
 from icejax.engine.serving.prefix_cache import PrefixCache
 from icejax.engine.serving.prefix_folder import LOGITS, StoredPrefix
 from icejax.engine.serving.prefixes import Entry
 from icejax.engine.serving.route import Route, pieces
-from icejax.engine.snapshot.row_arrays import arrays_in, pages_in, saved_extents
+from icejax.engine.snapshot.row_arrays import pages_in, saved_extents
 from icejax.engine.units.job import PrefillJob
 from icejax.models.decoder import CausalLM
 from icejax.runtime.mesh import home
@@ -224,8 +224,7 @@ class RowStart:
 
     def _row_of(self, layers: tuple[Any, ...], tokens: int, pages: int) -> DecodeState:
         """Returns the row whose cache has these layers, cropped, and so many tokens and pages."""
-        cache = jax.tree.map(whole, layers, is_leaf=lambda x: isinstance(x, Cropped))
-        layers = arrays_in(cache, self._plan, self._plan.cuts.layers)
+        layers = layers_in(layers, self._plan)
         table = None if self._table is None else jnp.asarray(self._table[None])
         counts, zeros = jnp.asarray([tokens], jnp.int32), jnp.zeros(1, jnp.int32)
         cache = KVCache(layers, Lengths.of(counts, pages), table)
