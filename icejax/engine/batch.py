@@ -25,7 +25,7 @@ from icejax.engine.decode.step import DecodeState, decode_cuts
 from icejax.engine.penalties import neutral_where_none
 from icejax.engine.plan import Plan
 from icejax.engine.sampling import RowSampling, Sampling, row_keys
-from icejax.runtime.mesh import WHOLE, Mesh, home, on_mesh
+from icejax.runtime.mesh import WHOLE, Mesh, home, on_mesh, placed
 
 
 def empty_batch(plan: Plan) -> DecodeState:
@@ -36,7 +36,7 @@ def empty_batch(plan: Plan) -> DecodeState:
     table = jnp.full((batch, extents_for(plan.pool.pages)), SCRATCH_EXTENT, jnp.int32) if plan.pooled else None
     state = DecodeState(KVCache((), lengths, table), zeros, zeros == 0, row_keys([(0, 0)] * batch), zeros)
     # A step donates every array, so no two share a buffer; its results are committed to the device, so these are too.
-    state = jax.tree.map(lambda x: jax.device_put(jnp.copy(x), home(plan.mesh)), state)
+    state = jax.tree.map(lambda x: placed(plan.mesh, jnp.copy(x)), state)
     return replace(state, cache=replace(state.cache, layers=_empty_layers(plan)))
 
 

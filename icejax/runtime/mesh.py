@@ -115,6 +115,13 @@ def home(mesh: Mesh | None, cuts: Any = WHOLE) -> Any:
     return devices.device() if mesh is None else jax.tree.map(mesh.sharding, cuts)
 
 
+def placed(mesh: Mesh | None, arrays: Any, cuts: Any = WHOLE) -> Any:
+    """Returns arrays at `home`; random keys too, which `jax.device_put` takes to the devices of one process alone."""
+    if processes_of(mesh) == 1:
+        return jax.device_put(arrays, home(mesh, cuts))
+    return jax.jit(lambda *x: x, out_shardings=(home(mesh, cuts),))(arrays)[0]
+
+
 def total(mesh: Mesh | None, x: jax.Array) -> jax.Array:
     """Returns the sum over the devices of a mesh, inside `on_mesh`; `x` on one device."""
     if mesh is None:

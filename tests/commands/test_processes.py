@@ -53,6 +53,19 @@ def test_several_processes_decode_as_one_device(count, names):
 
 
 @pytest.mark.slow
+def test_an_engine_over_two_processes_answers_as_one_device():
+    """Rows that join, drawn rows, two answers to a prompt, a cached prefix and a cancelled request."""
+    address = coordinator()
+    commands = [["-m", "tests.helpers.in_processes", address, "2", str(i), "engine"] for i in range(2)]
+    (status, out, err), other = outcomes(start(*commands))
+    assert (status, other[0]) == (0, 0), (err[-2000:], other[2][-2000:])
+    results = [json.loads(line) for line in out.splitlines() if line.startswith("{")]  # gloo writes to stdout
+    assert [result["cache"] for result in results] == ["Full", "Clustered"]
+    for result in results:
+        assert result["same"] and result["cached"] == [0, 0, 0, 0, 0, 0, 512, 0, 40]
+
+
+@pytest.mark.slow
 def test_a_command_in_a_cluster_prints_the_text_of_one_process(tmp_path, capsys):
     folder, prompt = model_folder(tmp_path), "he 12 x " * 12
     for more, cluster in (([], leader_worker_set), (SAMPLED, slurm)):

@@ -36,7 +36,7 @@ from icejax.engine.serving.route import Route, pieces
 from icejax.engine.snapshot.row_arrays import pages_in, saved_extents
 from icejax.engine.units.job import PrefillJob
 from icejax.models.decoder import CausalLM
-from icejax.runtime.mesh import home
+from icejax.runtime.mesh import home, placed
 
 LOG = logging.getLogger(__name__)
 
@@ -237,4 +237,4 @@ class RowStart:
         sampling, penalties = row_options([self._sampling], [self._tokens[:tokens]], self._model.config.vocab_size)
         state = dataclasses.replace(state, key=row_keys([self._draw]), sampling=sampling, penalties=penalties)
         # As the state behind a prefill is, or what takes it compiles twice.
-        return jax.device_put(state, home(self._plan.mesh, decode_cuts(self._plan)))
+        return placed(self._plan.mesh, state, decode_cuts(self._plan))
