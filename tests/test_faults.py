@@ -47,6 +47,8 @@ FAULTS = (
     ("models/sharding.py", "all(size % count == 0 for size in sizes)", "any(size % count == 0 for size in sizes)", "engine/test_several_devices.py::test_numbers_that_do_not_divide_are_refused_by_name"),
     ("models/sharding.py", "else groups) > 1", "else groups) > 9", "engine/test_several_devices.py::test_codes_are_cut_with_their_scales"),
     ("runtime/processes.py", "if time.monotonic() - _moved[0] > seconds:", "if time.monotonic() > seconds:", "commands/test_processes.py::test_a_group_without_progress_ends"),
+    ("runtime/channel.py", "number.to_bytes(8, \"little\") + text", "text", "runtime/test_channel.py::test_a_message_of_another_is_refused"),
+    ("runtime/channel.py", "self.close()  # which tells the rest", "pass", "runtime/test_channel.py::test_the_end_of_a_process_is_told_on_both_sides"),
     ("runtime/processes.py", "if from_first(own) != own:", "if from_first(own) is None:", "commands/test_processes.py::test_calls_that_differ_are_refused"),
     ("runtime/mesh.py", "if sizes[0] != sizes[1]]", "if sizes[0] == sizes[1]]", "engine/test_several_devices.py::test_cuts_are_where_shares_differ"),
     ("engine/prompt_logprobs.py", "tokens[first + 1 : first + 1 + BLOCK]", "tokens[first : first + BLOCK][1:]", "api/test_prompt_logprobs.py::test_they_are_those_of_exact_attention[full]"),

@@ -22,13 +22,16 @@ from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import integer, is_unicode, number
 from icejax.engine.request import Prompt, Request, answer_options, requests
 from icejax.engine.serving.core import Core
+from icejax.engine.serving.group import FollowingCore, LeadingCore
 from icejax.engine.serving.job import CoreSizes
 from icejax.engine.serving.scheduler import Load
 from icejax.engine.serving.thread import EngineThread, Handle
 from icejax.files.atomic_folder import as_path
 from icejax.models.decoder import CausalLM
-from icejax.runtime import devices
-from icejax.runtime.mesh import check_one_process
+from icejax.runtime import devices, processes
+from icejax.runtime.channel import open_channel
+from icejax.runtime.mesh import check_one_process, processes_of
+from icejax.runtime.processes import LOST_LINE, GroupError
 
 
 class Engine:
@@ -38,6 +41,9 @@ class Engine:
     between two decode steps of the other rows. As a context it closes at the end. Rows that sample draw the same tokens
     whatever else runs; a cache with pages chooses its pages by when the row joined, so texts may part where two tokens are
     about as likely.
+
+    If several processes share the model, all of them make an engine with the same options. Process 0 takes the requests; the
+    others call `follow`.
 
     Attributes:
         context_length: maximum number of tokens of a prompt and its answer together.
@@ -81,12 +87,12 @@ class Engine:
             max_queue: requests that may wait.
 
         Raises:
-            InputError: an option is out of range, the host has too little memory, the folder cannot be used, or the model
-                is shared by several processes.
+            InputError: an option is out of range, the host has too little memory, the folder cannot be used, or another process
+                that shares the model has other options.
+            GroupError: such a process has ended, or cannot be reached.
         """
         self._model, self._tokenizer, policy = model, tokenizer, checked_policy(cache)
         self.context_length, limit = check_context(model, context_length), devices.check_limit(host_memory_limit)
-        check_one_process(model.mesh, "an engine")
         integer("context_length", self.context_length, least=2)  # a token of a prompt and one of its answer
         self.max_new_tokens = min(integer("max_new_tokens", max_new_tokens, most=2**31), self.context_length - 1)
         integer("batch_size", batch_size, most=2**16)
@@ -96,6 +102,8 @@ class Engine:
         folder = None if prefix_dir is None else as_path(prefix_dir)
         if folder is not None and not prefix_memory:
             raise InputError("prefix_dir stores what prefix_memory holds, which is 0: give both, or leave prefix_dir out")
+        if folder is not None:
+            check_one_process(model.mesh, "an engine with a prefix_dir")
         integer("max_queue", max_queue, most=2**31)
         sizes = CoreSizes(
             places=batch_size,
@@ -113,7 +121,11 @@ class Engine:
             choice = batch_choice(model, device_memory=device_memory, host_memory_limit=limit, **asked)
             policy, self.cache_choice = choice.policy, choice.reason
         options = dict(host_memory_limit=limit, prefix_dir=folder, share=share, most_waiting=max_queue)
-        self._thread = EngineThread(lambda: Core(model, tokenizer, policy, sizes, **options), most_waiting=max_queue)
+        if processes_of(model.mesh) > 1:
+            processes.check_alike("an engine's options or cache", (policy, sizes, options, model.mesh))
+            self._thread = _in_group(model, tokenizer, policy, sizes, options)
+        else:
+            self._thread = EngineThread(lambda: Core(model, tokenizer, policy, sizes, **options), most_waiting=max_queue)
         self.report, token_bytes = self._thread.constants.report, self._thread.constants.token_bytes
         self.full_kv_bytes = token_bytes * self.context_length
         weakref.finalize(self, self._thread.close)  # a notebook that starts another engine has no memory for two
@@ -159,6 +171,17 @@ class Engine:
         """The numbers of rows that a decode step may compute, ascending; the last is `batch_size`."""
         return self._thread.sizes
 
+    def follow(self) -> None:
+        """Runs what process 0's engine runs, until that closes; in the other processes of a group.
+
+        Raises:
+            InputError: this is process 0, or a process alone.
+            GroupError: another process has ended, or this one computes other tokens than process 0.
+        """
+        if not isinstance(self._thread, FollowingCore):
+            raise InputError("this engine follows no other: call follow in the processes of a group but process 0")
+        self._thread.follow()
+
     def compile_for(self, size: int) -> None:
         """Has all later steps compute at least `size` rows, so that answers compile the programs of that size; 1 ends it.
 
@@ -189,3 +212,23 @@ class Engine:
     def close(self) -> None:
         """Ends the thread after the present piece of work; requests that are not over raise RuntimeError for their readers."""
         self._thread.close()
+
+
+def _in_group(
+    model: CausalLM, tokenizer: Any, policy: CachePolicy, sizes: CoreSizes, options: dict[str, Any]
+) -> EngineThread | FollowingCore:
+    """Returns what drives this process's part of an engine over several; all of them call it together."""
+    channel = open_channel()
+
+    def make_core() -> Core:
+        return Core(model, tokenizer, policy, sizes, **options, agreed=channel.agree)
+
+    try:
+        if not channel.is_first:
+            return FollowingCore(make_core(), channel, model, tokenizer)
+        thread = EngineThread(lambda: LeadingCore(make_core(), channel), most_waiting=options["most_waiting"])
+    except BaseException:
+        channel.close()
+        raise
+    channel.watch(lambda: thread.end_with(GroupError(LOST_LINE)))
+    return thread

@@ -47,7 +47,7 @@ def jobs_of(
             )
         seed, index = (answer.seed, request.index) if request.seed is None else (request.seed, 0)
         fields = dict(tokens=tokens, options=options, limit=limit, started=started, index=i, number=request.index + 1)
-        fields |= dict(forced=forced, prompt_logprobs=request.prompt_logprobs, explain=request.explain)
+        fields |= dict(forced=forced, prompt_logprobs=request.prompt_logprobs, explain=request.explain, grammar=request.grammar)
         matcher = None
         if request.grammar is not None:
             known = dict(eos=model.config.eos_token_ids, vocabulary=model.config.vocab_size)

@@ -19,10 +19,10 @@ from typing import Any
 from icejax.checks.errors import InputError, quoted
 from icejax.commands.requests import PromptLine, read_prompts
 from icejax.runtime import processes
+from icejax.runtime.processes import LOST_LINE
 from icejax.text import tokenizer_errors
 
 LOST = 1  # exit status of a process whose group has lost another one
-LOST_LINE = "another process of the group has ended or cannot be reached: this one ends too"
 ABSENT_LINE = "not all processes of the group have joined it in five minutes: see that the coordinator's port can be reached"
 OWN = ("process", "compile_cache", "quiet", "verbose")  # options that may differ from process to process
 _stderr: list[int] = []  # the command's own, and the file that C++ code writes to in its place

@@ -26,7 +26,7 @@ from icejax.engine.decode.step import DecodeState, Step, decode_cuts
 from icejax.engine.penalties import neutral_where_none
 from icejax.engine.plan import Plan
 from icejax.engine.sampling import RowSampling, Sampling, row_keys
-from icejax.runtime.mesh import WHOLE, Mesh, home, on_mesh
+from icejax.runtime.mesh import WHOLE, Mesh, home, on_mesh, placed
 
 
 def empty_batch(plan: Plan) -> DecodeState:
@@ -37,7 +37,7 @@ def empty_batch(plan: Plan) -> DecodeState:
     table = jnp.full((batch, extents_for(plan.pool.pages)), SCRATCH_EXTENT, jnp.int32) if plan.pooled else None
     state = DecodeState(KVCache((), lengths, table), zeros, zeros == 0, row_keys([(0, 0)] * batch), zeros)
     # A step donates every array, so no two share a buffer; its results are committed to the device, so these are too.
-    state = jax.tree.map(lambda x: jax.device_put(jnp.copy(x), home(plan.mesh)), state)
+    state = jax.tree.map(lambda x: placed(plan.mesh, jnp.copy(x)), state)
     return replace(state, cache=replace(state.cache, layers=_empty_layers(plan)))
 
 
@@ -197,7 +197,7 @@ def pages_used(row: DecodeState, plan: Plan) -> int:
 
 def _counts(row: DecodeState, plan: Plan) -> Int[np.ndarray, " P"]:
     first = plan.pooled[0]
-    return np.asarray(plan.policies[first].counts(row.cache.layers[first]))[0, 0]
+    return np.asarray(plan.policies[first].counts(row.cache.layers[first]).addressable_data(0))[0, 0]
 
 
 @functools.partial(jax.jit, static_argnames="plan")

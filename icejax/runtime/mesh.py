@@ -107,12 +107,19 @@ def processes_of(mesh: Mesh | None) -> int:
 def check_one_process(mesh: Mesh | None, what: str) -> None:
     """Raises InputError if several processes share the devices."""
     if processes_of(mesh) > 1:
-        raise InputError(f"{what} runs in one process: leave its group, or call icejax.generate in all processes")
+        raise InputError(f"{what} runs in one process: leave its group")
 
 
 def home(mesh: Mesh | None, cuts: Any = WHOLE) -> Any:
     """Returns where arrays with these cuts go, for `jax.device_put`: the device, or the shardings over the mesh."""
     return devices.device() if mesh is None else jax.tree.map(mesh.sharding, cuts)
+
+
+def placed(mesh: Mesh | None, arrays: Any, cuts: Any = WHOLE) -> Any:
+    """Returns arrays at `home`; random keys too, which `jax.device_put` takes to the devices of one process alone."""
+    if processes_of(mesh) == 1:
+        return jax.device_put(arrays, home(mesh, cuts))
+    return jax.jit(lambda *x: x, out_shardings=(home(mesh, cuts),))(arrays)[0]
 
 
 def total(mesh: Mesh | None, x: jax.Array) -> jax.Array:

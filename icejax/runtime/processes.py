@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.distributed import global_state  # nothing public says where the coordinator is
 from jax.experimental import multihost_utils
 
 from icejax.checks.errors import InputError, quoted
@@ -36,8 +37,14 @@ PORT = 8476  # of a coordinator whose port nobody names; JAX's own on TPUs
 # Seconds without a sign of life of a process until JAX ends the others, and that a process waits for the others at the end.
 HEARTBEAT_S, LEAVE_S = 20, 60
 STUCK_S = 600.0  # seconds without progress, beside compiling, until a process of a group ends itself and so the group
+LOST_LINE = "another process of the group has ended or cannot be reached: this one ends too"
 LEADER, SIZE, INDEX = "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"  # set by Kubernetes' LeaderWorkerSet
 _moved = [0.0]  # when this process last made progress
+_rests = [False]  # whether it waits for work
+
+
+class GroupError(RuntimeError):
+    """Raised when a group of processes cannot go on: one has ended, or they do not compute the same."""
 
 
 def join(coordinator: str, *, processes: int | None = None, process: int | None = None) -> None:
@@ -122,9 +129,26 @@ def count() -> int:
     return jax.process_count()
 
 
+def number() -> int:
+    """Returns the number of this process, from 0."""
+    return jax.process_index()
+
+
 def is_first() -> bool:
     """Says whether this process decides for the others; a process alone does."""
     return jax.process_index() == 0
+
+
+def coordinator_host(*, binds: bool = False) -> str:
+    """Returns the name or address of process 0's machine, in a group.
+
+    Args:
+        binds: whether process 0 is to listen there.
+    """
+    address = global_state.coordinator_address
+    if binds:
+        address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address)
+    return address.rpartition(":")[0].strip("[]")
 
 
 def from_first(value: Any) -> Any:
@@ -146,15 +170,25 @@ def check_alike(what: str, value: Any) -> None:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Says whether JAX's error means that another process of the group is lost."""
-    return bool(re.search("gloo|nccl|coordination", str(error), re.IGNORECASE)) and isinstance(
-        error, (RuntimeError, ValueError)
-    )
+    """Says whether an error of JAX or of this package means that another process of the group is lost."""
+    pattern = f"gloo|nccl|coordination|^{LOST_LINE}$"
+    return bool(re.search(pattern, str(error), re.IGNORECASE)) and isinstance(error, (RuntimeError, ValueError))
 
 
 def moved() -> None:
     """Notes progress of this process."""
     _moved[0] = time.monotonic()
+
+
+@contextlib.contextmanager
+def at_rest() -> Iterator[None]:
+    """Tells the watchdog that the block waits for work of others."""
+    _rests[0] = True
+    try:
+        yield
+    finally:
+        moved()
+        _rests[0] = False
 
 
 @contextlib.contextmanager
@@ -178,7 +212,7 @@ def watched(*, seconds: float = STUCK_S, end: Callable[[int], None] = os._exit) 
 
 def _watch(ended: threading.Event, seconds: float, end: Callable[[int], None]) -> None:
     while not ended.wait(min(1.0, seconds / 4)):
-        if clock().busy:
+        if clock().busy or _rests[0]:
             moved()
         if time.monotonic() - _moved[0] > seconds:
             place = f"process {jax.process_index()} of {count()}"

@@ -68,8 +68,8 @@ def _requests(engine: Engine, most: int, *, all_prompts: bool) -> list[tuple[Req
         prompts += [([0] * size, {}, f"{SALT} {size}") for size in sizes[1:]]
         behind = [[1 + number] * size for number, size in enumerate((0, *BEHIND))]  # no text begins with another one
         # The tail of a long prompt is computed behind the cache of its beginning, also for rows with penalties.
-        options = {TAIL: kinds[-1]}
-        prompts += [([0] * SHORTEST + text, options.get(len(text), {}), SALT) for text in behind if SHORTEST + len(text) <= most]
+        options, behind = {TAIL: kinds[-1]}, [text for text in behind if SHORTEST + len(text) <= most]
+        prompts += [([0] * SHORTEST + text, options.get(len(text), {}), SALT) for text in behind]
     requests = []
     for prompt, options, salt in prompts:
         count = min(3 if requests else STEPS, engine.max_new_tokens, engine.context_length - len(prompt))

@@ -53,6 +53,19 @@ def test_several_processes_decode_as_one_device(count, names):
 
 
 @pytest.mark.slow
+def test_an_engine_over_two_processes_answers_as_one_device():
+    """Rows that join, drawn rows, two answers to a prompt, a cached prefix and a cancelled request."""
+    address = coordinator()
+    commands = [["-m", "tests.helpers.in_processes", address, "2", str(i), "engine"] for i in range(2)]
+    (status, out, err), other = outcomes(start(*commands))
+    assert (status, other[0]) == (0, 0), (err[-2000:], other[2][-2000:])
+    results = [json.loads(line) for line in out.splitlines() if line.startswith("{")]  # gloo writes to stdout
+    assert [result["cache"] for result in results] == ["Full", "Clustered"]
+    for result in results:
+        assert result["same"] and result["cached"] == [0, 0, 0, 0, 0, 0, 512, 0, 40]
+
+
+@pytest.mark.slow
 def test_a_command_in_a_cluster_prints_the_text_of_one_process(tmp_path, capsys):
     folder, prompt = model_folder(tmp_path), "he 12 x " * 12
     for more, cluster in (([], leader_worker_set), (SAMPLED, slurm)):
@@ -182,13 +195,16 @@ def test_processes_have_equally_many_devices_of_a_mesh(monkeypatch):
     assert mesh.read_mesh("heads=4") == mesh.Mesh(4)
 
 
-@pytest.mark.parametrize(("kind", "name"), [(icejax.Engine, "an engine"), (icejax.Session, "a session")])
-def test_what_runs_in_one_process_is_refused_in_several(monkeypatch, bundled, kind, name):
+def test_what_runs_in_one_process_is_refused_in_several(monkeypatch, bundled, tmp_path):
     monkeypatch.setattr(processes, "count", lambda: 2)
     monkeypatch.setattr(bundled[0], "mesh", mesh.Mesh(2))
-    with pytest.raises(icejax.InputError) as error:
-        kind(*bundled)
-    assert str(error.value) == f"{name} runs in one process: leave its group, or call icejax.generate in all processes"
+    for name, make in {
+        "a session": lambda: icejax.Session(*bundled),
+        "an engine with a prefix_dir": lambda: icejax.Engine(*bundled, prefix_dir=tmp_path),
+    }.items():
+        with pytest.raises(icejax.InputError) as error:
+            make()
+        assert str(error.value) == f"{name} runs in one process: leave its group"
 
 
 def test_calls_that_differ_are_refused(monkeypatch):
@@ -202,18 +218,27 @@ def test_calls_that_differ_are_refused(monkeypatch):
 
 
 def test_a_group_without_progress_ends(monkeypatch, capsys):
+    """While a process waits for work it need make none."""
     monkeypatch.setattr(processes, "count", lambda: 2)
     ended, statuses, now, asked = threading.Event(), [], [0.0], []
+
+    def looked() -> None:
+        looks = len(asked) + 2
+        while len(asked) < looks and not ended.is_set():
+            time.sleep(0.005)
+
     clock = types.SimpleNamespace(monotonic=lambda: asked.append(1) or now[0])
     monkeypatch.setattr(processes, "time", clock)
     with processes.watched(seconds=0.04, end=lambda status: (statuses.append(status), ended.set())):
         for now[0] in (0.03, 0.06, 0.09):
-            looks = len(asked) + 2
-            while len(asked) < looks and not ended.is_set():
-                time.sleep(0.005)
+            looked()
             assert not ended.is_set()
             processes.moved()
-        now[0] = 0.14
+        with processes.at_rest():
+            now[0] = 1.0
+            looked()
+            assert not ended.is_set()
+        now[0] = 1.05
         assert ended.wait(60)
     assert statuses == [1]
     assert capsys.readouterr().err == "icejax: error: process 0 of 2 made no progress for 0 s: it ends, and its group\n"

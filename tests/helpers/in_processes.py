@@ -1,7 +1,7 @@
 """Decodes on one device and in a group of processes that have one each, and writes a model that commands can run.
 
 ``python -m tests.helpers.in_processes HOST:PORT N I CASE...`` is process I of N. For each case of `tests.helpers.on_devices` the
-first one prints a JSON line that says how the runs compare.
+first one prints a JSON line that says how the runs compare. The case `engine` is an engine's answers.
 """
 
 import json
@@ -9,14 +9,18 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 
+import icejax
+from icejax.checkpoint.load import load_model
 from icejax.runtime import processes
 from tests.helpers import small_tokenizers
-from tests.helpers.on_devices import LLAMA, checkpoint, compared
+from tests.helpers.letters import Letters
+from tests.helpers.on_devices import LLAMA, checkpoint, compared, prompts_of
 
 
 def coordinator() -> str:
@@ -68,11 +72,37 @@ def model_folder(folder: Path) -> Path:
     return checkpoint(LLAMA | dict(vocab_size=len(file["model"]["vocab"]), num_hidden_layers=1), folder)
 
 
+def engine_answers(count: int) -> Iterator[dict]:
+    """Yields how an engine over the group compares with one on one device, for a cache on the device and one with pages."""
+    document = prompts_of((600,))[0]
+    prompts = [*prompts_of((40, 90, 20, 70)), *([*document, 7 * i] for i in range(3))]
+    warm = icejax.Sampling(temperature=1.0, logit_bias={5: 2.0})
+    with tempfile.TemporaryDirectory() as folder:
+        one, several = (load_model(checkpoint(LLAMA, Path(folder)), mesh=mesh) for mesh in (None, count))
+    for cache in (icejax.Full(), icejax.Clustered(budget=2048, page_size=8, compact_every=32)):
+        texts = []
+        for model in (one, several):
+            sizes = dict(batch_size=2, context_length=1024, max_new_tokens=16, prefix_memory=2**24)
+            with icejax.Engine(model, Letters(), cache=cache, **sizes) as engine:
+                if model is several and not processes.is_first():
+                    engine.follow()
+                    continue
+                handles = [engine.submit(prompt, max_new_tokens=4 + 2 * i) for i, prompt in enumerate(prompts)]
+                handles.append(engine.submit(prompts[0], n=2, sampling=warm, seed=3, max_new_tokens=9))
+                engine.submit(prompts[1], max_new_tokens=16).cancel()
+                answers = [answer for handle in handles for answer in handle.results()]
+                texts.append([(answer.token_ids, answer.finish_reason, answer.cached_tokens) for answer in answers])
+        yield dict(cache=type(cache).__name__, same=texts[0] == texts[-1], cached=[cached for *_, cached in texts[-1]])
+
+
 if __name__ == "__main__":
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     address, count, number, *names = sys.argv[1:]
     processes.join(address, processes=int(count), process=int(number))
-    for name in names:
+    for result in engine_answers(int(count)) if names == ["engine"] else ():
+        if processes.is_first():
+            print(json.dumps(result), flush=True)
+    for name in names if names != ["engine"] else ():
         result = dict(case=name, devices=len(jax.devices())) | compared(name, int(count))
         if processes.is_first():
             print(json.dumps(result), flush=True)

@@ -46,7 +46,7 @@ from icejax.engine.serving.start import RowStart
 from icejax.engine.snapshot.fingerprint import check_registered, fingerprint, weights_sum
 from icejax.models.decoder import CausalLM
 from icejax.runtime import processes
-from icejax.runtime.mesh import home
+from icejax.runtime.mesh import check_one_process, home
 
 LOG = logging.getLogger(__name__)
 UNIT_S = 0.2  # seconds, beside half a step, that units of prefill may delay the rows that decode
@@ -76,6 +76,7 @@ class Core:
         most_waiting: int | None = None,
         progress: Callable[[int], None] | None = None,
         watch: Callable[[DecodeState], None] | None = None,
+        agreed: Callable[[Any], Any] = lambda value: value,
     ) -> None:
         """Allocates the pool.
 
@@ -85,6 +86,7 @@ class Core:
             share, most_waiting: as in `Scheduler`.
             progress: called with the number of layers that prompts have gone through, until the first decode step.
             watch: called with the state after every step.
+            agreed: returns what process 0 of a group passes, in all of its processes; called with what the clock decides.
 
         Raises:
             InputError: the host has too little memory for the pool, the cache does not fit the model, or the folder cannot be
@@ -94,7 +96,7 @@ class Core:
         self.plan = make_plan(model, policy, batch_size=sizes.places, joins=sizes.joins, **tokens)
         self._row_plan = self._plan_of(1)
         self._model, self._tokenizer = model, tokenizer
-        self._progress, self._watch = progress, watch
+        self._progress, self._watch, self._agreed = progress, watch, agreed
         prefix_extents, prefix_bytes = divided(self.plan, sizes.prefix_memory)
         if sizes.samples:
             prefix_bytes = max(prefix_bytes, SAMPLES_BYTES)
@@ -119,7 +121,7 @@ class Core:
                 identity = fingerprint(model, policy, tokenizer) | {"weights": weights_sum(model)}
                 folder = PrefixFolder(prefix_dir, identity, self._row_plan, most_bytes=sizes.prefix_disk)
             # Several answers to a prompt of `generate` should be those of a prompt that is prefilled in one piece.
-            options = dict(cuts_tails=sizes.prefix_memory > 0)
+            options = dict(cuts_tails=sizes.prefix_memory > 0, agreed=agreed)
             self._prefix_cache = PrefixCache(self._row_plan, extents, prefix_bytes, folder, **options)
         options = dict(share=share, most_waiting=most_waiting, prepare=self._prefix_cache and self._prefix_cache.prepare)
         options |= dict(smaller=self.plan.smaller_sizes if sizes.resizes else ())
@@ -142,9 +144,11 @@ class Core:
             owner: who gets the responses; the core does not look at it.
 
         Raises:
-            InputError: too many jobs wait, the pool can never hold the row, or the job asks to explain and nothing is in it.
+            InputError: too many jobs wait, the pool can never hold the row, or the job asks to explain and nothing is in it or
+                several processes have it.
         """
         if job.explain:
+            check_one_process(self.plan.mesh, "explain")
             check_has_pages(self.plan)
         ticket = Ticket(job, self.plan.extents(len(job.tokens)) if self.plan.pooled else None, owner=owner)
         self.scheduler.submit(ticket)
@@ -152,7 +156,7 @@ class Core:
 
     def step(self) -> Iterator[tuple[Ticket, Outcome]]:
         """Does one piece of work, if there is any; yields tickets with a response, or with the error that ended them."""
-        work, started = self.scheduler.next(), time.perf_counter()
+        work, started = Work(self._agreed(self.scheduler.next().value)), time.perf_counter()
         processes.moved()
         if work is Work.NOTHING:
             return
@@ -201,6 +205,8 @@ class Core:
     def _prefill(self) -> Iterator[tuple[Ticket, Outcome]]:
         ticket = self.scheduler.prefilling
         if self._start is None:
+            if self._loop is not None:  # sums of two programs that run at once could meet in another order elsewhere
+                self._loop.run.step.counters.block_until_ready()
             try:
                 self._start = self._started(ticket)
             except InputError as error:  # the tokenizer fails
@@ -214,7 +220,7 @@ class Core:
             holder.pool = start.advance(holder.pool)
             now = time.perf_counter()
             # The next piece probably takes as long as this one; the limit may be passed by half of it.
-            if start.done or (now - begun) + (now - piece_begun) / 2 > UNIT_S + self._step_s / 2:
+            if self._agreed(start.done or (now - begun) + (now - piece_begun) / 2 > UNIT_S + self._step_s / 2):
                 break
         if start.done:
             self._start = None

@@ -11,6 +11,7 @@ from icejax.engine.decode.row import Row
 from icejax.engine.request import AnswerOptions
 from icejax.runtime.compile_clock import Mark
 from icejax.text.grammar.matcher import Matcher
+from icejax.text.grammar.rules import Grammar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class Job:
         samples: number of answers to the prompt.
         forced: tokens of the answer in place of the model's choices; empty: the model answers.
         prompt_logprobs, explain: as in `Request`.
+        grammar: what the answer's text may be; None: anything.
         matcher: the beginning of the answer in its grammar, for this answer alone; None: it has none.
     """
 
@@ -45,6 +47,7 @@ class Job:
     forced: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     explain: bool = False
+    grammar: Grammar | None = None
     matcher: Matcher | None = None
 
     @property

@@ -22,12 +22,11 @@ from icejax.engine.batch import pages_used
 from icejax.engine.buckets import bucket
 from icejax.engine.decode.step import DecodeState
 from icejax.engine.plan import Plan
-from icejax.engine.serving.cropped import crop
+from icejax.engine.serving.cropped import layers_out
 from icejax.engine.serving.prefix_folder import PrefixFolder, StoredPrefix
 from icejax.engine.serving.prefixes import BLOCK, Entry, Prefixes, chain
 from icejax.engine.serving.route import Route, pieces, whole_route
 from icejax.engine.serving.scheduler import Ticket
-from icejax.engine.snapshot.row_arrays import array_out, empty_cache
 
 LOG = logging.getLogger(__name__)
 TAIL = 256  # tokens: the end of a prompt that another prompt probably does not share, such as the question about a document
@@ -62,6 +61,7 @@ class PrefixCache:
         folder: PrefixFolder | None = None,
         *,
         cuts_tails: bool = True,
+        agreed: Callable[[int], int] = lambda value: value,
     ) -> None:
         """Begins with an empty store in memory.
 
@@ -70,8 +70,9 @@ class PrefixCache:
             extents: the extents of the pool, of which entries take those that no row needs; None without a pool.
             most_bytes: bytes of the entries' arrays.
             cuts_tails: whether long prompts are also stored without their end, for prompts that end otherwise.
+            agreed: as in `Core`; called with the bytes of this process's shares of an entry.
         """
-        self.folder, self._cuts_tails = folder, cuts_tails
+        self.folder, self._cuts_tails, self._agreed = folder, cuts_tails, agreed
         self._plan, self._extents, self.prefixes = plan, extents, Prefixes(extents, most_bytes=most_bytes)
         self._evicts = any(policy.evicts for policy in plan.policies)
 
@@ -154,10 +155,8 @@ class PrefixCache:
             behind: the entry in memory with whose tokens the row begins; None: no such entry.
             before: as in `Prefixes.add`.
         """
-        cache = layers
-        if layers is None:
-            cache = jax.tree.map(lambda *x: crop(array_out(*x)), row.cache.layers, empty_cache(self._plan).layers)
-        nbytes = sum(x.nbytes for x in jax.tree.leaves(cache) if isinstance(x, np.ndarray))
+        cache = layers_out(row.cache.layers, self._plan) if layers is None else layers
+        nbytes = self._agreed(sum(x.nbytes for x in jax.tree.leaves(cache) if isinstance(x, np.ndarray)))
         if nbytes > self.prefixes.most_bytes:
             LOG.info("a prefix of %d tokens is not stored: its arrays take %d bytes", count, nbytes)
             return None

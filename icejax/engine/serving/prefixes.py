@@ -37,7 +37,7 @@ class Entry:
 
     Attributes:
         tokens: its token ids, i32[T].
-        cache: the arrays of a row, cropped and in host memory; the store does not look at them.
+        cache: the arrays of a row, or a process's shares of them, cropped and in host memory; the store does not look at them.
         nbytes: bytes of `cache`.
         table: i32[X], extents of its pages; None without a pool.
         pages: number of pages in use.

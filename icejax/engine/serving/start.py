@@ -28,15 +28,15 @@ from icejax.engine.plan import Plan
 from icejax.engine.prefill import prefill
 from icejax.engine.prompt_logprobs import prompt_logprobs
 from icejax.engine.sampling import Sampling, row_keys
-from icejax.engine.serving.cropped import Cropped, whole
+from icejax.engine.serving.cropped import layers_in
 from icejax.engine.serving.prefix_cache import PrefixCache
 from icejax.engine.serving.prefix_folder import LOGITS, StoredPrefix
 from icejax.engine.serving.prefixes import Entry
 from icejax.engine.serving.route import Route, pieces
-from icejax.engine.snapshot.row_arrays import arrays_in, pages_in, saved_extents
+from icejax.engine.snapshot.row_arrays import pages_in, saved_extents
 from icejax.engine.units.job import PrefillJob
 from icejax.models.decoder import CausalLM
-from icejax.runtime.mesh import home
+from icejax.runtime.mesh import home, placed
 
 LOG = logging.getLogger(__name__)
 
@@ -236,9 +236,7 @@ class RowStart:
         Args:
             length: the tokens of the cached prefix.
         """
-        tokens = self._route.held
-        cache = jax.tree.map(whole, layers, is_leaf=lambda x: isinstance(x, Cropped))
-        layers = arrays_in(cache, self._plan, self._plan.cuts.layers)
+        tokens, layers = self._route.held, layers_in(layers, self._plan)
         table = None if self._table is None else jnp.asarray(self._table[None])
         counts, zeros = jnp.asarray([tokens], jnp.int32), jnp.zeros(1, jnp.int32)
         if tokens < length:  # no array may be part of the row twice, since a step donates all
@@ -254,4 +252,4 @@ class RowStart:
         sampling, penalties = row_options([self._sampling], [self._tokens[:tokens]], self._model.config.vocab_size)
         state = dataclasses.replace(state, key=row_keys([self._draw]), sampling=sampling, penalties=penalties)
         # As the state behind a prefill is, or what takes it compiles twice.
-        return jax.device_put(state, home(self._plan.mesh, decode_cuts(self._plan)))
+        return placed(self._plan.mesh, state, decode_cuts(self._plan))

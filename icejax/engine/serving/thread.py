@@ -21,6 +21,8 @@ from icejax.engine.response import GenerationResponse, joined
 from icejax.engine.serving.core import Core
 from icejax.engine.serving.job import Job
 from icejax.engine.serving.scheduler import Load, Scheduler, Ticket, too_many_wait
+from icejax.runtime import processes
+from icejax.runtime.processes import LOST_LINE, GroupError
 
 LOG = logging.getLogger(__name__)
 CLOSED = "the engine is closed: start another one"
@@ -127,6 +129,7 @@ class EngineThread:
         self._tickets: dict[Handle, list[Ticket]] = {}  # that are not over
         self._closes = False
         self._failure: BaseException | None = None
+        self._ends_with: BaseException | None = None
         self._scheduler: Scheduler | None = None  # of the core, while it works
         self._started: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(make_core,), name="icejax-engine", daemon=True)
@@ -175,6 +178,12 @@ class EngineThread:
         """The error that ended the thread; None: it has not failed."""
         return self._failure
 
+    def end_with(self, error: BaseException) -> None:
+        """Fails with an error before the next piece of work; any thread may call it."""
+        with self._changed:
+            self._ends_with = error
+            self._changed.notify()
+
     def close(self) -> None:
         """Ends the thread after the present piece of work; requests that are not over fail."""
         with self._changed:
@@ -205,11 +214,12 @@ class EngineThread:
         self._scheduler, self.constants, self.sizes = core.scheduler, core.constants, core.scheduler.sizes
         self._started.put(None)
         try:
-            self._drive(core)
+            with processes.watched():
+                self._drive(core)
         except BaseException as error:
-            LOG.error("the engine has failed: %s", error)
-            failure = error
             traceback.clear_frames(error.__traceback__)  # they hold the core's arrays
+            failure = GroupError(LOST_LINE) if processes.count() > 1 and processes.is_loss(error) else error
+            LOG.error("the engine has failed: %s", failure)
         core.close()
         self._scheduler = None
         del core
@@ -231,20 +241,27 @@ class EngineThread:
 
     def _work(self, core: Core) -> None:
         """Does one piece of work, and hands the outcomes to the handles."""
+        failed = set()
         for ticket, outcome in core.step():
             handle = ticket.owner
+            if handle in failed:
+                continue
             handle.put(outcome)
             if isinstance(outcome, InputError):
-                self._drop(core, handle)
+                failed.add(handle)
             elif outcome.finish_reason is not None:
                 self._tickets[handle].remove(ticket)
                 if not self._tickets[handle]:
                     del self._tickets[handle]
+        for handle in failed:  # behind the piece of work, which other processes of a group do as a whole
+            self._drop(core, handle)
 
     def _take_changes(self, core: Core) -> bool:
         """Waits until there is something to do, and hands what callers asked for to the core; False: the engine closes."""
-        with self._changed:
-            self._changed.wait_for(lambda: core.busy or self._new or self._cancelled or self._compiles or self._closes)
+        with self._changed, processes.at_rest():
+            self._changed.wait_for(lambda: core.busy or self._is_called)
+            if self._ends_with is not None:
+                raise self._ends_with
             new, cancelled, closes = [*self._new], [*self._cancelled], self._closes
             self._new.clear()
             self._cancelled.clear()
@@ -263,6 +280,11 @@ class EngineThread:
             core.compile_for(self._compiles[0][0])
             self._compiles.popleft()[1].put(None)
         return not closes
+
+    @property
+    def _is_called(self) -> bool:
+        """Whether a caller waits for the thread."""
+        return bool(self._new or self._cancelled or self._compiles or self._closes or self._ends_with)
 
     def _drop(self, core: Core, handle: Handle) -> bool:
         """Takes a request out of the core; False if it is over already."""
