@@ -86,6 +86,6 @@ def document(tokenizer: Any, length: int, seed: int) -> texts.Document:
     """Returns a text and a question behind it: to write a function of the text again or, where tokens are bytes, a pass key."""
     if not panel.reads_bytes(tokenizer):
         return texts.document(tokenizer, "function", tokens=length - SHORT, number=seed)
-    tokens, answer = needle_prompt(np.random.default_rng(seed), length=length, facts=FACTS)
-    end = length - len(task.question("ab"))
+    end = length - SHORT
+    tokens, answer = needle_prompt(np.random.default_rng(seed), length=end + len(task.question("ab")), facts=FACTS)
     return texts.Document(tokens[:end], (texts.Question(tokens[end:], answer),))
