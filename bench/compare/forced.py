@@ -75,8 +75,8 @@ class Forced(Subject):
         layers: numbers of the layers whose errors count.
     """
 
-    def __init__(self, model: CausalLM, policy: CachePolicy, *, length: int) -> None:
-        super().__init__(model, policy, prompt_tokens=length, new_tokens=SHORT)
+    def __init__(self, model: CausalLM, policy: CachePolicy, *, length: int, new_tokens: int = SHORT) -> None:
+        super().__init__(model, policy, prompt_tokens=length, new_tokens=new_tokens)
         by_layer = layer_policies(Clustered(), model.config, capacity=self._plan.spec.capacity)
         self.layers = [i for i, policy in enumerate(by_layer) if not isinstance(policy, Full | Ring)]
 

@@ -24,7 +24,7 @@ from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.ops.attention.dense import Attended
 from icejax.ops.slots import by_head, merge_heads
 
-SHORT = 64  # most tokens after a text: a question and its answer
+SHORT = 64  # tokens after a text that it has room for: a question and its answer
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Text:
 
     Attributes:
         tokens: the tokens of the text and the tokens after it.
-        base: number of the text's own tokens; the tokens after it are padded to SHORT.
+        base: number of the text's own tokens; the tokens after it are padded to a multiple of SHORT.
         layers: per layer the text's queries, keys and values, and its attention output; padded on the right.
         behind: the same of the tokens after the text.
         last: the last layer's output for the newest tokens, f32[1, T, D].
@@ -64,9 +64,9 @@ class Text:
         return cls(model, list(tokens), count, layers, none, outputs[-1], next_token, time.perf_counter() - started)
 
     def then(self, tokens: Sequence[int]) -> Text:
-        """Returns the text with these tokens after it, at most SHORT; they replace earlier ones."""
+        """Returns the text with these tokens after it, which replace earlier ones; of more than SHORT no cache can be built."""
         started = time.perf_counter()
-        padded = np.zeros((1, SHORT), np.int32)
+        padded = np.zeros((1, max(1, -(-len(tokens) // SHORT)) * SHORT), np.int32)
         padded[0, : len(tokens)] = tokens
         text_length, new_length = (jnp.asarray([n], jnp.int32) for n in (self.base, len(tokens)))
         run = lambda layer, x, place: (*_behind(layer, x, self.layers[place.number][0], text_length, new_length), None)  # noqa: E731
@@ -104,6 +104,8 @@ def _behind(layer: DecoderLayer, x: jax.Array, heads, text_length: jax.Array, ne
     text_mask = (jnp.arange(heads[1].shape[1])[None, :] < text_length[:, None])[:, :, None, None]
     state = TokenState(*(merge_heads(by_head(jnp.where(text_mask, y, 0))) for y in heads[1:]))
     if layer.config.window is None:
+        # The text has room for SHORT tokens of its own.
+        state = jax.tree.map(lambda y: jnp.pad(y, [(0, 0), (0, x.shape[1] - SHORT), (0, 0)]), state)
         attended = Full().extend(state, token_heads, View(Lengths.of(text_length))).attended
     else:
         slots = jnp.arange(heads[1].shape[1])[None, :]

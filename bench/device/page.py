@@ -24,6 +24,7 @@ def rendered(rows: list[dict], ends: dict[str, dict], names: Sequence[str]) -> s
         ("Reading host memory", _fetch(rows)),
         ("Text against the CPU", _text(rows)),
         ("Needles", _needles(rows)),
+        ("Questions in turns about long code", _turns(rows)),
         ("Decode", _decode(timed, programs)),
         ("Where a step's time goes, ms", _scopes(rows)),
         ("Share of a step that reading all of it would take", _shares(timed)),
@@ -106,6 +107,20 @@ def _needles(rows: list[dict]) -> Iterator[str]:
                 f"{row['exact'] * row['questions']:.0f} of {row['questions']}", f"{1e3 * row['tpot_s']:.2f}",
             )
             for row in needle_rows
+        ),
+    )  # fmt: skip
+
+
+def _turns(rows: list[dict]) -> Iterator[str]:
+    heads = ("model", "tokens", "YaRN", "cache", "budget", "turn 1", "turn 2", "turn 3", "similarity", "texts", "seconds")
+    shares = ("turn_1", "turn_2", "turn_3", "similarity")
+    yield from table(
+        heads,
+        (
+            (row["model"], row["length"], row["yarn"], row["cache"], row["budget"], *(f"{row[name]:.0%}" for name in shares),
+             row["samples"], row["seconds"])
+            for row in rows
+            if "turn_1" in row
         ),
     )  # fmt: skip
 

@@ -6,11 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench import published
 from bench.device.running import TRACE, Part
 from icejax.runtime import compiler_options
 from icejax.runtime.host_reads.choose import CHOICE
 
-MACHINE, TEXT, NEEDLE, DECODE, PREFILL = (f"{name}.jsonl" for name in ("machine", "text", "needle", "decode", "prefill"))
+MACHINE, TEXT, NEEDLE, DECODE, PREFILL, TURNS = (
+    f"{name}.jsonl" for name in ("machine", "text", "needle", "decode", "prefill", "turns")
+)
+PUBLISHED = "qwen2.5-coder-0.5b"  # the model that is asked in turns
+TURNED = ("full", "clustered", "coded", "restkv", "snapkv", "streaming", "h2o", "lacache")  # its caches
 GRAPHS = "--xla_gpu_enable_command_buffer="
 # Flags for a GPU's compiler besides `icejax.runtime.compiler_options.OPTIONS`.
 XLA_FLAGS = {
@@ -36,6 +41,7 @@ class Sizes:
         share: factor of the least seconds that a part needs.
         backends: ways of reading host memory to time.
         bits: options of `bench.device.bits`.
+        turns: contexts of questions in turns, in tokens.
     """
 
     model: str = "llama-3.1-8b"
@@ -55,12 +61,13 @@ class Sizes:
     share: float = 1.0
     backends: tuple[str, ...] = ("triton", "gather", "host_compute")
     bits: tuple[str, ...] = ()
+    turns: tuple[int, ...] = (50_000, 200_000)
 
 
 TINY = Sizes(
     model="bundled", cache="bundled", short=1024, long=2048, longest=3072, needle=512, questions=1, text=(256, 4),
     some=2, many=3, steps=16, dtype="float32", layers=None, mebibytes=16, share=0.02,
-    backends=("host_compute", "slices"), bits=("--tiny",),
+    backends=("host_compute", "slices"), bits=("--tiny",), turns=(),
 )  # fmt: skip
 
 
@@ -79,6 +86,7 @@ def parts(sizes: Sizes, scratch: Path) -> list[Part]:
         *_batches(sizes),
         *_prefill(sizes),
         *_longest(sizes),
+        *_turns(sizes),
     ]
 
 
@@ -169,3 +177,13 @@ def _longest(sizes: Sizes) -> Iterator[Part]:
     for policy in ("clustered", "full"):
         name = f"model, {sizes.longest}, {policy}"
         yield _decode(sizes, name, sizes.model, [sizes.longest], policy, least=150, most=300)
+
+
+def _turns(sizes: Sizes) -> Iterator[Part]:
+    """Yields questions in turns on a published model, which must be in the cache directory as a folder or a GGUF file."""
+    folder, file = published.home() / PUBLISHED, published.home() / published.MODELS[PUBLISHED].file
+    source = file if file.exists() and not folder.exists() else folder
+    for length in sizes.turns:
+        for cache in TURNED:
+            command = ("bench.device.turns", str(source), str(length), cache)
+            yield _part(sizes, f"turns, {length}, {cache}", TURNS, command, least=45, most=150, needs=source)

@@ -37,6 +37,7 @@ class Part:
         environment: environment variables of its process.
         xla_flags: flags added to the XLA_FLAGS of the environment.
         counted: whether to count the graphs of its decode programs.
+        needs: a file or folder without which the part does not start; None: it needs none.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Part:
     environment: dict[str, str] = field(default_factory=dict)
     xla_flags: tuple[str, ...] = ()
     counted: bool = False
+    needs: Path | None = None
 
 
 def run(
@@ -70,6 +72,10 @@ def run(
         if seconds_left < part.least:
             not_run.append(part.name)
             told(f"{part.name}: not run: it needs {part.least:.0f} s, {max(seconds_left, 0):.0f} s are left")
+            continue
+        if part.needs is not None and not part.needs.exists():
+            not_run.append(part.name)
+            told(f"{part.name}: not run: it needs {part.needs}, which is not on this machine: bring it there")
             continue
         told(f"{part.name}: {_one(part, results, scratch, min(part.most, seconds_left))}")
     return not_run

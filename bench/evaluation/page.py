@@ -28,9 +28,9 @@ python -m bench.evaluation --page --out DIR              # this page and its pic
 ```
 
 [evaluation.md](evaluation.md) says what they mean. Tasks and scores are those of
-[icejax evaluate](../../docs/how-to/evaluate.md). Answers are greedy. Numbers in brackets are a 95% interval: of a share Wilson's, of
-another mean 1.96 standard errors, and of a difference the paired bootstrap over the samples that both runs answered. Bytes are
-reserved for a row. Tokens per second are those of a row among the rows that decode together.
+[icejax evaluate](../../docs/how-to/evaluate.md). Answers are greedy. Numbers in brackets are a 95% interval: of a share
+Wilson's, of another mean 1.96 standard errors, and of a difference the paired bootstrap over the samples that both runs
+answered. Bytes are reserved for a row. Tokens per second are those of a row among the rows that decode together.
 """
 NOTES = {
     SESSIONS: """Each text with its first question is prefilled once, exactly, and every cache is built of it. Times are of

@@ -9,8 +9,11 @@ import psutil
 import pytest
 
 from bench.device import __main__ as device
-from bench.device import graphs, results
+from bench.device import graphs, results, turns
 from bench.device.running import Part
+from icejax.api.generate import ASSETS
+from icejax.checkpoint.load import open_checkpoint
+from tests.helpers import families
 from tests.helpers.device_rows import ENDS, FILES
 
 GRAPH = """
@@ -113,6 +116,38 @@ def test_the_minutes_are_kept_and_a_short_part_may_still_run(run):
     assert status == 1 and lines[0] == "slow: ended after 1 s, which was its limit" and "long: not run" in lines[1]
 
 
+def test_a_part_waits_for_the_model_that_it_needs(run, tmp_path):
+    model = tmp_path / "model"
+    parts = part("asks", "print(json.dumps(dict(x=1)))", needs=model), part("neighbour", "print(json.dumps(dict(x=2)))")
+    status, lines, rows = run(*parts)
+    told = f"asks: not run: it needs {model}, which is not on this machine: bring it there"
+    assert status == 0 and lines == [told, "neighbour: done"] and rows == dict(neighbour=[dict(x=2)])
+    model.mkdir()
+    status, lines, rows = run(*parts)
+    assert status == 0 and lines == ["asks: done"] and rows["asks"] == [dict(x=1)]
+
+
+@pytest.mark.parametrize("tokens, factor", [(2048, 4), (2049, 8)])
+def test_a_context_is_lengthened_by_yarn(tokens, factor, tmp_path):
+    model, longer = tmp_path / "model", tmp_path / "longer"
+    longer.mkdir()
+    families.save(families.build(families.row("qwen2-plain")), model)  # of 512 positions
+    assert turns.lengthened(model, longer, tokens=tokens) == factor
+    before, config = (open_checkpoint(folder).config for folder in (model, longer))
+    assert (before.context_length, config.context_length) == (512, 512 * factor)
+    assert config.rope_scaling.rope_type == "yarn" and config.rope_theta == before.rope_theta
+    assert {file.name for file in longer.iterdir()} == {file.name for file in model.iterdir()}
+    assert (longer / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_questions_in_turns_are_scored(capsys):
+    assert turns.main([str(ASSETS), "16384", "clustered", "1"]) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert row["length"] == 16384 and row["yarn"] == 4 and row["budget"] == 256
+    assert all(row[f"turn_{i}"] in (0.0, 1.0) for i in (1, 2, 3)) and 0 <= row["similarity"] <= 1
+
+
 def test_graphs_are_counted_once_and_kept(run, tmp_path):
     assert graphs.of_listing(GRAPH) == COUNTED
     dump = "folder = next(f.split('=')[1] for f in os.environ['XLA_FLAGS'].split() if f.startswith('--xla_dump_to='))\n"
@@ -182,6 +217,7 @@ def test_the_page_says_what_the_files_say(tmp_path, monkeypatch):
         "| gather | 448, uint16, of 4.33 GB | no: other bits | 100 | 41.9 |",
         "| clustered | bfloat16 | 17 of 128 | 0.031 | 0.0021 |",
         "| hops | 8192 | clustered | 64 | 7 of 8 | 2.50 |",
+        "| qwen | 50000 | 4 | clustered | 256 | 100% | 50% | 0% | 88% | 2 | 40.5 |",
         # The floor: 15.0e9 bytes of weights, 1.07e9 of two dense layers and 0.5e9 of digests at 0.9 of 4.8e12 a second.
         "| llama-3.1-8b | 131072 | 1 | clustered | resident=true, without xla_x, fetch by triton | 4.00 (3.00 - 5.00) | 3.83 | 1.0 | 1 | 2 kCopy |",
         # 1 ms of weights, half as much of cache and digests each, and 26 MB at 52 GB/s.

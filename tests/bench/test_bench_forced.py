@@ -111,15 +111,16 @@ def test_bytes_are_those_of_16_bits(ours, asked):
     assert figures["device_bytes"] < sum(x.nbytes for x in jax.tree.leaves(clustered._state.cache.layers))
 
 
-def test_layers_with_a_window_attend_to_it(tmp_path):
-    """Tokens behind a text of a model with sliding windows have the heads of one text."""
+@pytest.mark.parametrize("count", [20, 100])
+def test_layers_with_a_window_attend_to_it(count, tmp_path):
+    """Tokens behind a text of a model with sliding windows have the heads of one text, also more than it has room for."""
     gemma = families.load(families.build(families.row("gemma3_text-plain")), tmp_path)
     assert any(gemma.config.windows)
-    tokens = families.tokens(150)
+    tokens = families.tokens(130 + count)
     continued, whole = Text.read(gemma, tokens[:130]).then(tokens[130:]), Text.read(gemma, tokens)
     for (heads, attended), (other_heads, other) in zip(continued.behind, whole.layers, strict=True):
         for x, y in zip((*heads, attended.out), (*other_heads, other.out), strict=True):
-            np.testing.assert_allclose(x[:, :20], y[:, 130:150], rtol=0, atol=tolerances.LOGITS)
+            np.testing.assert_allclose(x[:, :count], y[:, 130 : 130 + count], rtol=0, atol=tolerances.LOGITS)
     assert Forced(gemma, Q8_0(), length=256).layers == [i for i, window in enumerate(gemma.config.windows) if window is None]
 
 

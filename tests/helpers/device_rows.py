@@ -29,6 +29,12 @@ FILES = {
             device=_H200,
         )
     ],
+    "turns.jsonl": [
+        dict(
+            part="turns", model="qwen", length=50000, yarn=4, cache="clustered", budget=256, samples=2, turn_1=1.0, turn_2=0.5,
+            turn_3=0.0, similarity=0.876, seconds=40.5, dtype="bfloat16", device=_H200,
+        )
+    ],
     "prefill.jsonl": [
         dict(
             part="prefill", shape="llama-3.1-8b", layers=8, length=32768, policy="full", blocks=True, prefill_s=1.5,

@@ -1,0 +1,1 @@
+"""Errors of cache policies step by step along continuations of hundreds of tokens."""
