@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -28,10 +28,6 @@ from icejax.evaluation.answers import Answers
 from icejax.files import private
 from icejax.models.decoder import CausalLM
 from icejax.runtime.out_of_memory import report_out_of_memory
-
-if TYPE_CHECKING:  # they need the extra
-    from icejax.evaluation.harness import HarnessModel
-    from icejax.evaluation.scores import Scores
 
 AGAINST = "full"  # the cache that others are compared with, unless the command line names one
 PACKAGES = {"lm_eval": "the benchmarks are those of lm-eval", "matplotlib": "the report draws with matplotlib"}
@@ -159,8 +155,8 @@ def harness_model(
     tokenizer: Any,
     policy: CachePolicy,
     stream: Callable[..., Any] | None = None,
-) -> HarnessModel:
-    """Returns the model with a cache as the harness calls it; its answers are in the cache's folder.
+) -> Any:
+    """Returns the `HarnessModel` of a model with a cache; its answers are in the cache's folder.
 
     Args:
         stream: as in `HarnessModel`.
@@ -181,8 +177,8 @@ def harness_model(
     )
 
 
-def run_tasks(arguments: argparse.Namespace, harness_model: HarnessModel) -> Scores:
-    """Returns the scores of a model with a cache on the tasks of the command line."""
+def run_tasks(arguments: argparse.Namespace, harness_model: Any) -> Any:
+    """Returns the `Scores` of a `HarnessModel` on the tasks of the command line."""
     from icejax.evaluation.run import evaluate
 
     return evaluate(
@@ -200,8 +196,8 @@ def run_tasks(arguments: argparse.Namespace, harness_model: HarnessModel) -> Sco
     )
 
 
-def score(arguments: argparse.Namespace, harness_model: HarnessModel) -> Path:
-    """Scores a model with a cache; returns the cache's folder, which has the scores."""
+def score(arguments: argparse.Namespace, harness_model: Any) -> Path:
+    """Scores a `HarnessModel`; returns its cache's folder, which has the scores."""
     from icejax.evaluation.report.about import ABOUT, about
 
     scores, folder = run_tasks(arguments, harness_model), cache_folder(arguments, harness_model.cache)
