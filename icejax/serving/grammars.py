@@ -53,3 +53,13 @@ def _structured(asked: Any) -> tuple[str, Any]:
         message = f"structured_outputs must have one of {', '.join(MAKERS)} and json_object, got {quoted(asked)}"
         raise ApiError(400, message, param="structured_outputs")
     return kind, given[kind]
+
+
+def chat_format(form: dict[str, Any], *, field: str) -> dict[str, Any]:
+    """Returns a form whose schema stands beside its type as the `response_format` of a chat; ApiError 400 without a schema."""
+    if form.get("type") != "json_schema":
+        return form
+    if not isinstance(form.get("schema"), dict):
+        message = f"{field}.format of type json_schema needs a schema, which is an object, got {quoted(form.get('schema'))}"
+        raise ApiError(400, message, param=field)
+    return dict(type="json_schema", json_schema={name: form[name] for name in ("name", "schema", "strict") if name in form})

@@ -108,12 +108,21 @@ class ChatRequest(AnswerFields):
     web_search_options: Any = None
 
 
+class OutputConfig(Schema):
+    """How much a model thinks, in `/v1/messages`, and the form of its text."""
+
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+
 class MessagesRequest(AnswerFields):
     """The body of `/v1/messages`, as Anthropic has it."""
 
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
