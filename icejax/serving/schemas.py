@@ -42,7 +42,7 @@ class StreamOptions(Schema):
 
 
 class AnswerFields(Schema):
-    """The fields that completions and chats share, under OpenAI's names; the last ones are vLLM's, and `explain` is ours."""
+    """The fields of all answers, under OpenAI's names; the last ones are vLLM's or llama.cpp's, and `explain` is ours."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -67,6 +67,9 @@ class AnswerFields(Schema):
     guided_json: dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     explain: bool | None = None
     # Not built:
@@ -75,7 +78,6 @@ class AnswerFields(Schema):
     prompt_logprobs: Any = None
     stop_token_ids: Any = None
     logits_processors: Any = None
-    guided_grammar: Any = None
 
 
 class CompletionRequest(AnswerFields):
