@@ -5,6 +5,7 @@ The bodies have the fields of Codex 0.171 and Claude Code 2.1, with short texts.
 
 import copy
 import json
+import random
 
 import pytest
 
@@ -248,3 +249,44 @@ def test_thoughts_can_be_turned_off(agents, monkeypatch):
         agents.script.append("a")
         agents.send(path, body).read()
         assert agents.prompts[-1].startswith("-") == (body is not CODEX)
+
+
+TURNS = [  # bodies of later turns
+    (RESPONSES, CODEX | dict(stream=False, input=[
+        *CODEX["input"], dict(type="additional_tools", role="developer", tools=[MCP]),
+        dict(type="reasoning", summary=[], content=text("reasoning_text", "t"), encrypted_content=None),
+        dict(type="function_call", call_id="c1", name="weather", namespace="mcp__w", arguments="{}"),
+        dict(type="function_call_output", call_id="c1", output=text("input_text", "rain")),
+        dict(type="custom_tool_call", call_id="c2", name="apply_patch", input="x"),
+        dict(type="custom_tool_call_output", call_id="c2", output="ok"), message("user", "b"),
+    ])),
+    (MESSAGES, CLAUDE | dict(stream=False, messages=[
+        *CLAUDE["messages"],
+        dict(role="assistant", content=[dict(type="thinking", thinking="t", signature=""), dict(type="tool_use", id="t1", name="Bash", input={})]),
+        dict(role="user", content=[dict(type="tool_result", tool_use_id="t1", content=text("text", "rain"))]),
+    ])),
+]  # fmt: skip
+JUNK = [None, True, -1, 1.5, "", "x", [], {}, [[]], [None], {"type": []}, {"type": "namespace"}, {"type": "text"}]
+
+
+def with_change(rng: random.Random, value):
+    """Returns a value with something else in one place of it."""
+    inner = [*value] if isinstance(value, dict) else [*range(len(value))] if isinstance(value, list) else []
+    if not inner or rng.random() < 0.15:
+        return rng.choice(JUNK)
+    at = rng.choice(inner)
+    copied = value.copy()
+    copied[at] = with_change(rng, value[at])
+    return copied
+
+
+def test_a_change_anywhere_is_answered_or_refused(agents):
+    rng, statuses = random.Random(0), {200: 0, 400: 0, 404: 0}
+    for _ in range(60):
+        path, body = rng.choice(TURNS)
+        agents.script[:] = ["a"]
+        response = agents.send(path, with_change(rng, body))
+        told = response.read()
+        assert response.status in statuses, told
+        statuses[response.status] += 1
+    assert min(statuses[200], statuses[400]) > 10, statuses
