@@ -152,6 +152,9 @@ def test_codex_may_bring_its_tools_as_an_item(agents):
 def test_what_codex_cannot_have_is_told(agents):
     error = agents.refusal(RESPONSES, CODEX | dict(previous_response_id="resp_1"))
     assert error["message"].endswith("send the whole conversation as 'input', with the output items of earlier responses")
+    item = dict(type="additional_tools", role="developer", tools=[SHELL | dict(name=[])])
+    error = agents.refusal(RESPONSES, CODEX | dict(tools=[], input=[item, message("user", "hi")]))
+    assert error["message"] == "tools[0]: the name must be 1 to 128 letters, digits, '_', '-' and '.', got []"
     for kind in ("compaction", "local_shell_call"):
         error = agents.refusal(RESPONSES, CODEX | dict(input=[dict(type=kind, encrypted_content="gAAA")]))
         assert error["message"].startswith(f"input has an item of type '{kind}': expected message, reasoning, or a call")
@@ -285,7 +288,7 @@ def test_a_change_anywhere_is_answered_or_refused(agents):
     for _ in range(60):
         path, body = rng.choice(TURNS)
         agents.script[:] = ["a"]
-        response = agents.send(path, with_change(rng, body))
+        response = agents.send(path, json.dumps(with_change(rng, body)).encode())
         told = response.read()
         assert response.status in statuses, told
         statuses[response.status] += 1

@@ -74,7 +74,7 @@ def asked_for(tools: list[Object] | None, items: str | list[Object]) -> list[Res
     for item in items if isinstance(items, list) else ():
         if item.get("type") == "additional_tools":
             new = _flat(item.get("tools"))
-            names = {one.chat_name for one in new}
+            names = [one.chat_name for one in new]  # a name may be anything yet
             found = [one for one in found if one.chat_name not in names] + new
     return found
 
