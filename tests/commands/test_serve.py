@@ -200,7 +200,9 @@ def test_two_processes_serve_the_text_of_one(tmp_path):
             process.kill()
     model, tokenizer = icejax.load(tmp_path)
     drawn = dict(sampling=icejax.Sampling(temperature=1.0)) | SEEDED
-    alone = [icejax.generate(model, tokenizer, PROMPT, max_new_tokens=9, cache=icejax.Full(), **options) for options in ({}, drawn)]
+    alone = [
+        icejax.generate(model, tokenizer, PROMPT, max_new_tokens=9, cache=icejax.Full(), **options) for options in ({}, drawn)
+    ]
     assert answers == [answer.text for part in alone for answer in part] and len(answers) == 3
 
 

@@ -91,8 +91,7 @@ def engine_answers(count: int) -> Iterator[dict]:
                 handles.append(engine.submit(prompts[0], n=2, sampling=warm, seed=3, max_new_tokens=9))
                 engine.submit(prompts[1], max_new_tokens=16).cancel()
                 answers = [answer for handle in handles for answer in handle.results()]
-                for size in (2, 1):
-                    engine.compile_for(size)
+                engine.compile_for(engine.step_sizes[-1])
                 answers += engine.submit(prompts[3], max_new_tokens=16).results()
                 texts.append([(answer.token_ids, answer.finish_reason, answer.cached_tokens) for answer in answers])
         yield dict(cache=type(cache).__name__, same=texts[0] == texts[-1], cached=[cached for *_, cached in texts[-1]])
