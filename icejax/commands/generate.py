@@ -41,7 +41,7 @@ def _parse_and_run(argv: list[str] | None, name: str) -> None:
     if arguments.verbose:
         logging.getLogger("icejax").setLevel(logging.INFO)
     advice = "use a shorter prompt, a smaller --batch-size, or a 16-bit --dtype"
-    with in_group(arguments, name), report_out_of_memory(advice, arguments.session):
+    with in_group(arguments, name, alone=("session", "explain", "output")), report_out_of_memory(advice, arguments.session):
         run(arguments, Console(stderr=True))
 
 

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from icejax.checks.errors import InputError, quoted
@@ -30,11 +30,14 @@ _stderr: list[int] = []  # the command's own, and the file that C++ code writes 
 
 
 @contextlib.contextmanager
-def in_group(arguments: argparse.Namespace, name: str) -> Iterator[None]:
+def in_group(arguments: argparse.Namespace, name: str, *, alone: Sequence[str]) -> Iterator[None]:
     """Runs the block in the group of processes of the command line, if it names one.
 
     In processes other than the first, `arguments.quiet` is set. The block runs to its end in all processes, or in none: they
     wait for each other at its end, and the failure of one ends the others with a line and the status `LOST`.
+
+    Args:
+        alone: names of options that a group does not have.
 
     Raises:
         InputError: an option of the group is invalid or missing, or a process has other options than the first.
@@ -45,8 +48,8 @@ def in_group(arguments: argparse.Namespace, name: str) -> Iterator[None]:
                 raise InputError(f"--{option} needs --coordinator HOST:PORT")
         yield
         return
-    for option in ("session", "explain", "output", "prefix_dir"):
-        if getattr(arguments, option, None) is not None:
+    for option in alone:
+        if getattr(arguments, option) is not None:
             raise InputError(f"--{option.replace('_', '-')} runs in one process: leave --coordinator out")
     if arguments.mesh is None:
         raise InputError("--coordinator needs --mesh heads=N: the processes share the KV heads of one model")

@@ -73,7 +73,7 @@ def _parse_and_run(argv: list[str] | None, name: str) -> int:
         raise InputError(f"icejax serve needs {', '.join(missing)}: pip install 'icejax[serve]'")
     from icejax.commands.serving import run  # imports what the extra has
 
-    with in_group(arguments, name):
+    with in_group(arguments, name, alone=("prefix_dir",)):
         return run(arguments, Console(stderr=True), tell=write, draining=draining)
 
 
