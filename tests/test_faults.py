@@ -129,6 +129,8 @@ FAULTS = (
     ("evaluation/generated/niah.py", "depth / 100 * starts[-1]", "depth / 200 * starts[-1]", "evaluation/test_generated.py::test_the_needle_stands_at_its_depth_and_a_prompt_fills_its_length"),
     ("evaluation/generated/similarity.py", "near[best] >= NEAR", "True", "evaluation/test_generated.py::test_the_nearest_function_is_found_if_it_is_near_enough"),
     ("evaluation/generated/perplexity.py", 'doc["length"] - len(begin) + SCORED]', 'doc["length"] + SCORED]', "evaluation/test_generated.py::test_perplexity_windows_are_the_files_tokens"),
+    ("evaluation/answers.py", "processes.from_first([self._answers, self._measured])", "self._answers, self._measured", "evaluation/test_answers.py::test_a_group_has_the_answers_of_its_first_process"),
+    ("serving/lifecycle.py", "            self.service.look_at_engine()", "            pass", "serving/test_lifecycle.py::test_an_engine_that_fails_while_nobody_asks_ends_the_server"),
     ("evaluation/answers.py", "and not (self._first + b\"\\n\").startswith(line)", "and False", "evaluation/test_answers.py::test_other_answers_are_refused_and_stay"),
     ("evaluation/tasks/evalplus.py", "<= atol + 1e-07", "<= 1 + 1e-07", "evaluation/tasks/test_code.py::test_a_completion_passes_by_the_tests_that_its_file_has"),
     ("evaluation/tasks/longbench.py", "tokens[-half:]", "tokens[half:][:half]", "evaluation/tasks/test_longbench.py::test_a_long_prompt_loses_its_middle_and_code_gets_no_chat_template"),

@@ -20,6 +20,7 @@ from icejax.cache.registry import display_name
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import POSITIONS, integer, integers
 from icejax.commands import options
+from icejax.commands.group import in_group, is_first
 from icejax.commands.loading import load, model_name, tell_cache
 from icejax.commands.options import Parser
 from icejax.commands.terminal.process import ending, write
@@ -27,6 +28,7 @@ from icejax.engine.snapshot.fingerprint import fingerprint, weights_sum
 from icejax.evaluation.answers import Answers
 from icejax.files import private
 from icejax.models.decoder import CausalLM
+from icejax.runtime import processes
 from icejax.runtime.out_of_memory import report_out_of_memory
 
 AGAINST = "full"  # the cache that others are compared with, unless the command line names one
@@ -65,6 +67,7 @@ def parser(name: str) -> Parser:
     options.add_quiet(parser)
     options.add_model(parser)
     options.add_cache(parser)
+    options.add_processes(parser, "0 writes the scores")
     return parser
 
 
@@ -73,15 +76,16 @@ def _parse_and_run(argv: list[str] | None, name: str) -> None:
     for package, use in PACKAGES.items():
         if importlib.util.find_spec(package) is None:
             raise InputError(f"{use}, which is not installed: pip install 'icejax[evaluate]'")
-    if arguments.compare is not None:
+    if arguments.compare is None and arguments.tasks is None:
+        raise InputError("--tasks NAMES is needed, such as --tasks gsm8k,humaneval, or --compare DIR to compare finished runs")
+    advice = "use a smaller --batch-size or --context-length, or a 16-bit --dtype"
+    with in_group(arguments, name, alone=("compare", "ray")), report_out_of_memory(advice, None):
+        if arguments.compare is None:
+            _run(arguments, Console(stderr=True))
+            return
         if arguments.tasks is not None:
             raise InputError("--compare reads runs that are there, and runs none: leave --tasks out")
         _report(arguments, arguments.compare)
-        return
-    if arguments.tasks is None:
-        raise InputError("--tasks NAMES is needed, such as --tasks gsm8k,humaneval, or --compare DIR to compare finished runs")
-    with report_out_of_memory("use a smaller --batch-size or --context-length, or a 16-bit --dtype", None):
-        _run(arguments, Console(stderr=True))
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -114,7 +118,10 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
         tell_cache(arguments, choice.reason, console)
     policies = [policy] if other in (None, policy) else [policy, other]
     models = (harness_model(arguments, model, tokenizer, policy, _stream(arguments)) for policy in policies)
-    _report(arguments, [score(arguments, one) for one in models])
+    folders = [score(arguments, one) for one in models]
+    if is_first(arguments):
+        _report(arguments, folders)
+    processes.from_first(None)  # at the end of a group the others wait for a minute only
 
 
 def loaded(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any]:
@@ -163,15 +170,19 @@ def harness_model(
     """
     from icejax.evaluation.harness import HarnessModel
 
-    private.make_folder(folder := cache_folder(arguments, policy))
     identity = fingerprint(model, policy, tokenizer) | dict(weights=weights_sum(model), context=arguments.context_length)
+    answers = Answers()
+    if is_first(arguments):
+        private.make_folder(folder := cache_folder(arguments, policy))
+        answers = Answers(folder / "answers.jsonl", identity)
+    answers.share()
     sizes = dict(batch_size=arguments.batch_size, max_gen_toks=MAX_GEN_TOKS, max_length=arguments.context_length)
     return HarnessModel(
         model,
         tokenizer,
         cache=policy,
         host_memory_limit=options.memory_limits(arguments)["host_memory_limit"],
-        answers=Answers(folder / "answers.jsonl", identity),
+        answers=answers,
         stream=stream,
         **sizes,
     )
@@ -202,5 +213,6 @@ def score(arguments: argparse.Namespace, harness_model: Any) -> Path:
 
     scores, folder = run_tasks(arguments, harness_model), cache_folder(arguments, harness_model.cache)
     scores.results[ABOUT] = about(harness_model, model_name(arguments.model), chat=arguments.chat)
-    scores.save(folder)
+    if is_first(arguments):
+        scores.save(folder)
     return folder

@@ -12,6 +12,7 @@ import pytest
 from icejax.api.generate import ASSETS
 from icejax.commands import evaluate
 from tests import tolerances
+from tests.helpers.in_processes import generate, model_folder, start
 
 pytest.importorskip("lm_eval")
 TASK = """
@@ -135,6 +136,24 @@ def test_a_files_perplexity_is_transformers_at_each_position(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_two_processes_score_as_one(tmp_path, capsys):
+    (tmp_path / "text").write_text("".join(f"he {i} 12 x he he x\n\n" for i in range(60)))
+    task = f"--tasks perplexity --text {tmp_path / 'text'} --lengths 64 --limit 2 --context-length 256 --cache full --output".split()
+    started = start(*generate(model_folder(tmp_path), 2, *task, str(tmp_path / "two"), command="evaluate"))
+    try:
+        ends = [process.communicate(timeout=600) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], ends
+    assert "perplexity" in ends[0][0] and ends[1][0] == ""
+    assert run("--model", tmp_path, *task, tmp_path / "one", "--compile-cache", "none") == 0
+    files = [tmp_path / name / "full" / "samples_perplexity.jsonl" for name in ("one", "two")]
+    one, two = ([json.loads(line)["nll"] for line in file.read_text().splitlines()] for file in files)
+    assert len(two) == 2 and two == pytest.approx(one, abs=tolerances.LOGITS)
+
+
+@pytest.mark.slow
 def test_functions_are_asked_for_in_sessions(tmp_path, capsys, monkeypatch):
     tasks = "multi_turn_code,multi_request_code"
     command = [
@@ -174,6 +193,9 @@ def test_functions_are_asked_for_in_sessions(tmp_path, capsys, monkeypatch):
         (["--tasks", "letters", "--compare", "."], "--compare reads runs that are there, and runs none: leave --tasks out"),
         (["--compare", "/nowhere"], "/nowhere has no results.json"),
         ([], "--tasks NAMES is needed"),
+        (["--tasks", "letters", "--processes", "2"], "--processes needs --coordinator HOST:PORT"),
+        (["--compare", ".", "--coordinator", "a:1"], "--compare runs in one process: leave --coordinator out"),
+        (["--tasks", "letters", "--ray", "auto", "--coordinator", "a:1"], "--ray runs in one process: leave --coordinator out"),
         (["--tasks", "niah", "--lengths", "1k"], "--lengths must be whole numbers, comma-separated, got '1k'"),
         (["--tasks", "niah", "--lengths", "0"], "--lengths must be at least 1, got 0"),
     ],
