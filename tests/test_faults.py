@@ -117,6 +117,7 @@ FAULTS = (
     ("runtime/host_reads/backends.py", "planes * pages + plane, wanted", "planes * pages, wanted", "ops/test_accelerator_forms.py::test_kernel_copies_whole_pages_and_only_wanted_ones"),
     ("engine/decode/row.py", "token in self._eos and not self.forced", "token in self._eos", "api/test_forced_tokens.py::test_log_probabilities_of_a_named_answer_equal_transformers[full]"),
     ("engine/decode/run.py", "done & ~rows", "done", "api/test_forced_tokens.py::test_a_named_token_undoes_an_end_and_hides_no_failure"),
+    ("commands/evaluate.py", "if policy is None and other in (ON_DEVICE, IN_PAGES):", "if False:", "commands/test_evaluate.py::test_a_cache_that_nobody_names_is_not_the_one_it_is_compared_with[options0-caches0]"),
     ("evaluation/harness.py", "self.max_length - 1, context_len=1", "self.max_length, context_len=1", "evaluation/test_harness.py::test_a_whole_text_counts_each_token_once"),
     ("evaluation/harness.py", "prompt=tokens[:-count], forced", "prompt=tokens[1:-count], forced", "evaluation/test_harness.py::test_forced_tokens_have_the_log_probabilities_of_transformers"),
     ("evaluation/conversation.py", 'texts = [text, *[""]', "texts = [text, *[text]", "evaluation/test_harness.py::test_a_conversation_is_what_generate_answers_to_its_whole_text[False]"),
