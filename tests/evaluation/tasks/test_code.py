@@ -75,18 +75,27 @@ def test_other_files_are_refused(tmp_path, line):
         code.problems(tmp_path / "text.gz")
 
 
+# What the model is asked, and where its answer ends: HumanEval's paper, and Qwen2.5-Coder's own evaluation.
+PAPER = (PROBLEM["prompt"], ["\nclass", "\ndef", "\n#", "\nif", "\nprint"])
+QWEN = (
+    f"Can you complete the following Python function?\n```python\n{PROBLEM['prompt']}\n``` ```python\n",  # a space without a chat
+    ["\n```"],
+)
+
+
 @pytest.mark.parametrize(
-    "name, answer",
+    "name, answer, asked",
     [
-        ("humaneval_plus", "    return sum(x) / len(x)\n"),
-        ("humaneval_plus_instruct", "import math\ndef mean(x):\n    return sum(x) / len(x)"),
+        ("humaneval_plus", "    return sum(x) / len(x)\n", PAPER),
+        ("humaneval_plus_instruct", "import math\ndef mean(x):\n    return sum(x) / len(x)", QWEN),
     ],
 )
-def test_a_task_runs_what_the_model_was_asked_for(tmp_path, name, answer):
+def test_a_task_runs_what_the_model_was_asked_for(tmp_path, name, answer, asked):
     (tmp_path / "evalplus").mkdir()
     write(tmp_path, PLUS).rename(tmp_path / code.FILES[name])
     task = code.task(name, Setting(words.model(), tmp_path))
-    [problem] = task.test_docs()
+    [problem], [(prompt, options)] = task.test_docs(), words.requests(task)
+    assert (prompt, options) == (asked[0], dict(until=asked[1], max_gen_toks=1024, do_sample=False))
     assert [task.process_results(problem, [text]) for text in (answer, answer + " + 1")] == [
         {"pass@1": 1.0},
         {"pass@1": 0.0},

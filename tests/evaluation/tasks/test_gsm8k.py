@@ -1,0 +1,56 @@
+"""GSM8K from local files: the harness's scorers, by answers worked out by hand."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+lm_eval = pytest.importorskip("lm_eval")
+from lm_eval.api.model import LM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from icejax.evaluation.setting import Setting  # noqa: E402
+from icejax.evaluation.tasks import local  # noqa: E402
+
+# Answer, right number, and whether the strict and the flexible scorer accept it.
+GOLDEN = (
+    ("5 + 3 = 8.\n#### 8", "8", 1, 1),
+    ("#### 1,234", "1234", 1, 1),
+    ("#### -7", "-7", 1, 1),
+    ("#### 18.", "18", 1, 1),
+    ("#### $18", "18", 0, 1),
+    ("She makes $18.", "18", 0, 1),
+    ("#### 18, which is 20 less 2", "18", 1, 0),
+    ("2, no: #### 18", "18", 1, 1),
+    ("18.50", "18.5", 0, 0),
+    ("eighteen", "18", 0, 0),
+    ("", "18", 0, 0),
+)
+
+
+class Told(LM):
+    """Answers each question with the answer that `GOLDEN` has for it."""
+
+    def generate_until(self, requests):
+        numbers = [int(request.args[0].rpartition("Question: ")[2].split()[0]) for request in requests]
+        return [GOLDEN[number][0] for number in numbers]
+
+    def loglikelihood(self, requests):
+        raise NotImplementedError
+
+    loglikelihood_rolling = loglikelihood
+
+
+def test_the_strict_scorer_takes_the_first_marked_number_and_the_flexible_one_the_last(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "gsm8k").mkdir()
+    lines = [dict(question=f"{i} ?", answer=f"It is so.\n#### {gold}") for i, (_, gold, *_) in enumerate(GOLDEN)]
+    for name in ("test", "train-head"):
+        (tmp_path / f"gsm8k/{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    task = local.local_task("gsm8k", Setting(SimpleNamespace(max_length=4096), tmp_path))
+    manager = TaskManager(include_defaults=False)  # the harness's own tasks take seconds to list
+    results = lm_eval.simple_evaluate(Told(), tasks=[task], num_fewshot=1, log_samples=True, task_manager=manager)
+    rows = results["samples"]["gsm8k"]
+    scores = {(row["doc_id"], row["filter"]): row["exact_match"] for row in rows}
+    for i, (answer, _, strict, flexible) in enumerate(GOLDEN):
+        assert (scores[i, "strict-match"], scores[i, "flexible-extract"]) == (strict, flexible), answer
