@@ -192,6 +192,9 @@ def test_functions_are_asked_for_in_sessions(tmp_path, capsys, monkeypatch):
     [
         (["--tasks", "letters", "--system", "x"], "--system needs --chat"),
         (["--tasks", "letters", "--limit", "0"], "--limit must be at least 1, got 0"),
+        (["--tasks", "letters", "--num_fewshot", "-1"], "--num-fewshot must be at least 0, got -1"),
+        (["--tasks", "letters", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["--tasks", "letters", "--data", "/nowhere"], "--data must be a folder, got /nowhere"),
         (["--tasks", "letters", "--cache", "full", "--against", "full"], "is the cache that is scored"),
         (["--tasks", "letters", "--against", "no"], "no"),
         (["--tasks", "letters", "--include-path", "/nowhere"], "--include-path"),

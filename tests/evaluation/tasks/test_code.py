@@ -102,6 +102,22 @@ def test_a_task_runs_what_the_model_was_asked_for(tmp_path, name, answer, asked)
     ]
 
 
+def test_without_a_safe_sandbox_no_task_is_made(tmp_path, monkeypatch):
+    (tmp_path / "evalplus").mkdir()
+    write(tmp_path, PLUS).rename(tmp_path / code.FILES["humaneval_plus"])
+    refused = "^this machine has no way to run a model's programs safely: "
+
+    def unsafe(program):
+        raise programs.Unsafe("no Landlock")
+
+    monkeypatch.setattr(programs, "run", unsafe)
+    with pytest.raises(InputError, match=f"{refused}no Landlock$"):
+        code.task("humaneval_plus", Setting(words.model(), tmp_path))
+    monkeypatch.setattr(programs, "run", lambda program: "failed")
+    with pytest.raises(InputError, match=f"{refused}a program that only imports of the standard library failed$"):
+        code.task("humaneval_plus", Setting(words.model(), tmp_path))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, count", [("humaneval", 72), ("humaneval_plus", 60)])
 def test_published_completions_pass_as_published(data, name, count):
