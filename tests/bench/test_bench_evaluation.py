@@ -162,7 +162,9 @@ def test_the_page_has_a_table_for_each_task(tmp_path):
     sessions = [row for row in text.splitlines() if "`snapkv` 256" in row]
     assert [row.split(" | ")[0] for row in sessions] == ["| 4,096", "| 8,192"]
     assert "| -0.250 (-0.500 to +0.125) | 8 | 3.0 | 0.5 |" in sessions[0]
-    assert "### ruler, score\n\n| tokens | cache | score |" in text and text.count("`q8_0`") == 1 and "ruler_vt" not in text  # a part is no table
+    assert (
+        "### ruler, score\n\n| tokens | cache | score |" in text and text.count("`q8_0`") == 1 and "ruler_vt" not in text
+    )  # a part is no table
     assert (tmp_path / page.PICTURE).read_bytes().startswith(b"\x89PNG")
     (tmp_path / page.PAGE).unlink()
     assert evaluation.main(["--page", "--out", str(tmp_path / "none"), "--results", str(tmp_path)]) == 0
