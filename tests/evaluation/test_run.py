@@ -30,8 +30,11 @@ def test_data_that_cannot_be_had_are_one_line(monkeypatch, error):
     assert str(told.value) == f"the data of a task cannot be had: {reason}; --data reads local files"
 
 
-def test_a_task_that_nobody_has_is_named():
-    """Tasks of local files are unknown without their folder."""
-    for name in ("longchat_lines", "no_such"):
-        with pytest.raises(InputError, match=f"^no task is named {name}: lm-eval ls tasks shows all names, and --include-path"):
-            run.evaluate(words.model(), ["letters", name])
+def test_a_task_that_nobody_has_is_named(tmp_path):
+    for name, data, message in (
+        ("no_such", None, "no task is named no_such: lm-eval ls tasks shows all names, and --include-path adds your own"),
+        ("ruler_vt_40", None, "the task ruler_vt_40 is one of local files: give their folder by --data DIR"),
+        ("ruler_no", tmp_path, "no task is named ruler_no: lm-eval ls tasks shows all names, and --include-path adds your own"),
+    ):
+        with pytest.raises(InputError, match=f"^{message}$"):
+            run.evaluate(words.model(), ["letters", name], data=data)
