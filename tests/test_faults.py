@@ -128,6 +128,7 @@ FAULTS = (
     ("evaluation/generated/perplexity.py", 'doc["length"] - len(begin) + SCORED]', 'doc["length"] + SCORED]', "evaluation/test_generated.py::test_perplexity_windows_are_the_files_tokens"),
     ("evaluation/answers.py", "and not (self._first + b\"\\n\").startswith(line)", "and False", "evaluation/test_answers.py::test_other_answers_are_refused_and_stay"),
     ("evaluation/tasks/evalplus.py", "<= atol + 1e-07", "<= 1 + 1e-07", "evaluation/tasks/test_code.py::test_a_completion_passes_by_the_tests_that_its_file_has"),
+    ("evaluation/tasks/code.py", "return answer.replace(", "return str(answer); (", "evaluation/tasks/test_mbpp.py::test_prompts_are_those_of_qwens_evaluation"),
     ("evaluation/tasks/longbench.py", "tokens[-half:]", "tokens[half:][:half]", "evaluation/tasks/test_longbench.py::test_a_long_prompt_loses_its_middle_and_code_gets_no_chat_template"),
     ("evaluation/tasks/retrieval.py", "numbers[-1]", "numbers[0]", "evaluation/tasks/test_retrieval.py::test_the_last_number_of_an_answer_counts"),
     ("evaluation/tasks/ruler_prompts.py", "if prompt.tokens(count) + self.new_tokens <= length", "if True", "evaluation/tasks/test_ruler.py::test_bad_input_is_named"),

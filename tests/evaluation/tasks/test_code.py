@@ -96,10 +96,10 @@ def test_a_task_runs_what_the_model_was_asked_for(tmp_path, name, answer, asked)
     task = code.task(name, Setting(words.model(), tmp_path))
     [problem], [(prompt, options)] = task.test_docs(), words.requests(task)
     assert (prompt, options) == (asked[0], dict(until=asked[1], max_gen_toks=1024, do_sample=False))
-    assert [task.process_results(problem, [text]) for text in (answer, answer + " + 1")] == [
-        {"pass@1": 1.0},
-        {"pass@1": 0.0},
-    ]
+    # A tab is four spaces in Qwen's evaluation; Python does not say how many it is.
+    tabbed = answer.replace("    return", "    x = x\n\treturn")
+    scores = [task.process_results(problem, [text])["pass@1"] for text in (answer, answer + " + 1", tabbed)]
+    assert scores == [1, 0, int(name.endswith("instruct"))]
 
 
 def test_without_a_safe_sandbox_no_task_is_made(tmp_path, monkeypatch):

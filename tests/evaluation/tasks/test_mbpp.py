@@ -111,8 +111,10 @@ def test_prompts_are_those_of_qwens_evaluation(tmp_path):
     assert base == text + "\n" and options["until"] == ["\nif __name__", "\ndef main(", "\nprint(", '\n"""', "\nassert"]
     assert instruct.startswith(f"Can you complete the following Python function?\n```python\n{text}\n```")
     assert instruct.endswith("```python\n") and chat_options["until"] == ["\n```"]
-    [row] = tasks["mbpp_plus"].dataset["test"]
-    assert tasks["mbpp_plus"].process_results(row, [PROBLEM["canonical_solution"]]) == {"pass@1": 1.0}
+    [row], solution = tasks["mbpp_plus"].dataset["test"], PROBLEM["canonical_solution"]
+    answers = [solution, solution.replace("    return", "    a = a\n\treturn")]  # a tab is four spaces in Qwen's evaluation
+    scores = {name: [tasks[name].process_results(row, [answer])["pass@1"] for answer in answers] for name in mbpp.NAMES}
+    assert scores == dict(mbpp_plus=[1, 0], mbpp_plus_instruct=[1, 1])
 
 
 @pytest.mark.parametrize("line", [PROBLEM | dict(task_id="HumanEval/0"), PROBLEM | dict(plus_input=3), dict(prompt="a"), [1]])
