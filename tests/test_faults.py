@@ -450,6 +450,7 @@ FAULTS = (
     ("engine/serving/thread.py", "[*self._tickets, *(handle for handle, _ in self._new)]", "[*self._tickets]", "engine/test_engine_thread.py::test_a_failure_is_raised_in_every_callers_thread"),
     ("api/engine.py", "if asked > self.max_new_tokens:", "if False:", "api/test_engine.py::test_what_cannot_be_answered_is_refused_at_once[many tokens]"),
     ("commands/generate.py", "sum(request.max_new_tokens for request in requests)", "arguments.max_new_tokens * len(prompts)", "api/test_stream_generate.py::test_tokens_count_up_to_what_lines_ask_for"),
+    ("sandbox/programs.py", "struct.pack(\"Q\", WRITES | READS), 8", "struct.pack(\"Q\", WRITES), 8", "sandbox/test_programs.py::test_a_program_is_kept_from[reading a file]"),
     ("sandbox/programs.py", "if os.read(reading_end, len(number)) == number:", "if True:", "sandbox/test_programs.py::test_only_a_program_that_comes_to_its_end_passes"),
     ("../bench/engine/bars.py", "ratio >= self.bound if", "ratio <= self.bound if", "bench/test_bench_engine.py::test_the_median_ratio_is_held_against_the_bar"),
     ("../bench/engine/prefill.py", "later > start and", "earlier > start and", "bench/test_bench_engine.py::test_gaps_are_those_that_a_span_of_time_touches"),

@@ -1,11 +1,11 @@
 """A sandbox for untrusted programs, on Linux from 6.2: ``run(program)``, for benchmarks of code.
 
-The program has no network, sees no other process and can write only inside one temporary folder. The means are namespaces
-(unshare(2)), read-only mounts (mount_setattr(2)), and Landlock, which prevents new mounts and closes devices. Environment,
-input and output are empty. Memory, processor time, the number and sizes of files and the number of processes are limited, and
-root's rights are given up. A keeper process ends the program, and all processes that the program started, when its time is over
-or the caller is gone. Two things stay open: the program can read files, though it cannot send them anywhere, and it can talk to
-local sockets that have a name in the file system.
+The program has no network and sees no other process. It reads only Python's library, shared libraries of the system and one
+temporary folder, and writes only in that folder. The means are namespaces (unshare(2)), read-only mounts (mount_setattr(2)),
+and Landlock, which closes all other files and devices and prevents new mounts. Environment, input and output are empty. Memory,
+processor time, the number and sizes of files and the number of processes are limited, and root's rights are given up. A keeper
+process ends the program, and all processes that the program started, when its time is over or the caller is gone. One thing
+stays open: the program can talk to local sockets that have a name in the file system.
 
 This file is also the keeper's program, so it imports only the standard library.
 """
@@ -46,6 +46,9 @@ VERSION, BENEATH, TRUNCATES = (
     3,
 )  # asks for Landlock's version; a rule for a path; the first version that can forbid truncating files
 WRITE_FILE, WRITES = 0x2, 0x7FF2  # writing a file; writing, and removing, making, moving and truncating anything
+READ_FILE, READS = 0x4, 0xC  # reading a file; reading, and listing a folder
+LIBRARIES = (os.path.dirname(os.__file__), f"{sys.base_prefix}/lib", f"{sys.base_exec_prefix}/lib")  # of Python
+LIBRARIES += ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 
 
 class Unsafe(Exception):
@@ -79,7 +82,7 @@ def run(program: str, *, seconds: int = 10) -> str:
 
 
 def confine(folder: str) -> None:
-    """Closes the network to this process and all that it starts, and all writing outside `folder`.
+    """Closes the network to this process and all that it starts, and all files but those of `folder` and, to read, `LIBRARIES`.
 
     Raises:
         Unsafe: the machine lacks one of the means; some may have been used.
@@ -104,8 +107,9 @@ def confine(folder: str) -> None:
     landlock = "no Landlock that keeps files as they are, from Linux 6.2"
     if call(landlock, libc.syscall, CREATE_RULESET, None, 0, VERSION) < TRUNCATES:
         raise Unsafe(landlock)
-    rules = call(landlock, libc.syscall, CREATE_RULESET, struct.pack("Q", WRITES), 8, 0)
-    for path, allowed in ((folder, WRITES), (os.devnull, WRITE_FILE)):
+    rules = call(landlock, libc.syscall, CREATE_RULESET, struct.pack("Q", WRITES | READS), 8, 0)
+    libraries = ((path, READS if os.path.isdir(path) else READ_FILE) for path in LIBRARIES if os.path.exists(path))
+    for path, allowed in ((folder, WRITES | READS), (os.devnull, WRITE_FILE | READ_FILE), *libraries):
         rule = struct.pack("=Qi", allowed, os.open(path, os.O_PATH))
         call(landlock, libc.syscall, ADD_RULE, rules, BENEATH, rule, 0)
     call(landlock, libc.prctl, NO_NEW_PRIVILEGES, 1, 0, 0, 0)

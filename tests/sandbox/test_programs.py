@@ -1,5 +1,6 @@
 """`icejax.sandbox.programs`: results of programs, limits of time and memory, and attempts to escape that must fail."""
 
+import importlib.util
 import os
 import re
 import socket
@@ -62,6 +63,13 @@ ATTEMPTS = {
     "datagrams": ("import socket; socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))", "OSError"),
     "a new file outside": ("open('OUTSIDE/new', 'w')", "OSError"),
     "a file outside": ("open('OUTSIDE/kept', 'w')", "OSError"),
+    "reading a file": ("open('OUTSIDE/kept').read()", "OSError"),
+    "reading by a link": ("import os; os.symlink('OUTSIDE/kept', 'mine'); open('mine').read()", "OSError"),
+    "listing a folder": ("import os; os.listdir('OUTSIDE')", "OSError"),
+    "the user's names": ("open('/etc/passwd').read()", "OSError"),
+    "another's environment": ("open('/proc/PARENT/environ').read()", "OSError"),
+    "its own memory as a file": ("open('/proc/self/mem', 'rb')", "OSError"),
+    "a program of the system": ("import subprocess; subprocess.run(['/bin/true'])", "OSError"),
     "cutting a file": ("import os; os.truncate('OUTSIDE/kept', 0)", "OSError"),
     "removing a file": ("import os; os.remove('OUTSIDE/kept')", "OSError"),
     "the rights of a file": ("import os; os.chmod('OUTSIDE/kept', 0)", "OSError"),
@@ -106,6 +114,15 @@ def _metadata(file: Path) -> tuple:
 
 
 @pytest.mark.slow
+def test_the_standard_library_can_be_read():
+    """Parts of it that have shared libraries of the system too."""
+    names = "bz2 csv ctypes decimal hashlib lzma multiprocessing sqlite3 ssl unittest zlib zoneinfo".split()
+    names = [name for name in names if importlib.util.find_spec(name) is not None]
+    program = f"import importlib\nfor name in {names}: importlib.import_module(name)\n"
+    assert programs.run(program + "import hashlib, os; hashlib.sha3_256(os.urandom(8)); assert os.listdir()") == "passed"
+
+
+@pytest.mark.slow
 def test_a_program_has_its_folder_while_it_runs_and_no_longer(tmp_path, monkeypatch):
     monkeypatch.setattr(programs.tempfile, "tempdir", str(tmp_path))
     assert programs.run("import os\nopen('a', 'w').write('b')\nos.mkdir('c')\nassert open('a').read() == 'b'") == "passed"
@@ -117,7 +134,7 @@ def test_a_program_has_its_folder_while_it_runs_and_no_longer(tmp_path, monkeypa
 def test_nothing_outlives_the_program_or_its_caller(tmp_path, monkeypatch):
     """Neither a child in its own session, nor the program itself when its caller is killed."""
     monkeypatch.setattr(programs.tempfile, "tempdir", str(tmp_path))
-    program = "import os\nif not os.fork():\n  os.setsid()\n  open('/proc/self/comm').read()\n  while True: pass"
+    program = "import os\nif not os.fork():\n  os.setsid()\n  while True: pass"
     assert programs.run(program) == "passed" and not _sandbox_processes(str(tmp_path))
     code = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\nfrom icejax.sandbox import programs; programs.run('while True: pass')"
     caller = subprocess.Popen([sys.executable, "-c", code])
