@@ -49,10 +49,10 @@ WRITE_FILE, WRITES = 0x2, 0x7FF2  # writing a file; writing, and removing, makin
 READ_FILE, READS = 0x4, 0xC  # reading a file; reading, and listing a folder
 LIBRARIES = (os.path.dirname(os.__file__), f"{sys.base_prefix}/lib", f"{sys.base_exec_prefix}/lib")  # of Python
 LIBRARIES += ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
-
 # Of each processor its name in linux/audit.h, and its numbers of socket(2) and socketpair(2).
 SOCKETS = {"x86_64": (0xC000003E, 41, 53), "aarch64": (0xC00000B7, 198, 199), "riscv64": (0xC00000F3, 198, 199)}
-IO_URING, X32, FILTER, STREAM = 425, 0x40000000, (22, 2), 1  # io_uring_setup(2) also makes sockets; other calls' first number
+IO_URING, X32 = 425, 0x40000000  # io_uring_setup(2), which makes sockets too; the first number of x86-64's other table of calls
+FILTER, STREAM = (22, 2), 1  # of prctl(2), for a filter of system calls; the type of a socket
 
 
 class Unsafe(Exception):
@@ -134,12 +134,12 @@ def _without_sockets(processor: int, socket: int, pair: int) -> bytes:
     """
     load, equal, at_least, every, end = 0x20, 0x15, 0x35, 0x54, 0x06
     refuse, allow = 0x50000 | 1, 0x7FFF0000  # EPERM
-    lines = (
+    instructions = (
         (load, 0, 0, 4), (equal, 0, 8, processor),
         (load, 0, 0, 0), (equal, 6, 0, socket), (equal, 5, 0, IO_URING), (at_least, 4, 0, X32), (equal, 0, 4, pair),
         (load, 0, 0, 24), (every, 0, 0, 0xF), (equal, 1, 0, STREAM), (end, 0, 0, refuse), (end, 0, 0, allow),
     )  # fmt: skip
-    return b"".join(struct.pack("HBBI", *line) for line in lines)
+    return b"".join(struct.pack("HBBI", *line) for line in instructions)
 
 
 def _keep(folder: str, seconds: int) -> int:
