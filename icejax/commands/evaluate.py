@@ -16,7 +16,7 @@ from icejax.api.choice import batch_choice
 from icejax.api.prompts import check_context
 from icejax.cache.options import make_policy
 from icejax.cache.protocol import CachePolicy
-from icejax.cache.registry import display_name
+from icejax.cache.registry import IN_PAGES, ON_DEVICE, display_name
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import POSITIONS, integer, integers
 from icejax.commands import options
@@ -59,7 +59,10 @@ def parser(name: str) -> Parser:
     tasks.add_argument("--gen-kwargs", "--gen_kwargs", metavar="KEY=VALUE,...", help=gen_help)
     tasks.add_argument("--chat", "--apply_chat_template", action="store_true", help="put prompts into the chat template")
     tasks.add_argument("--system", "--system_instruction", metavar="TEXT", help="system message, with --chat")
-    tasks.add_argument("--against", metavar="CACHE", help="score this cache too, and the difference sample by sample")
+    against_help = "score this cache too, and the difference sample by sample; --cache auto takes another one"
+    tasks.add_argument("--against", metavar="CACHE", help=against_help)
+    log_help = "lm-eval's option; without effect, because samples are always written"
+    tasks.add_argument("-s", "--log-samples", "--log_samples", action="store_true", help=log_help)
     tasks.add_argument("--batch-size", type=int, default=4, metavar="N", help="rows that run together (default: %(default)s)")
     output_help = "where scores, samples, answers and the report are written; a run there goes on (default: evaluation)"
     tasks.add_argument("-o", "--output", type=Path, default=Path("evaluation"), metavar="DIR", help=output_help)
@@ -110,13 +113,16 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
     if other is not None and other == policy:
         raise InputError(f"--against {arguments.against} is the cache that is scored: name another one")
     model, tokenizer = loaded(arguments, console)
-    if policy is None:
+    if policy is None and other in (ON_DEVICE, IN_PAGES):
+        policy = IN_PAGES if other == ON_DEVICE else ON_DEVICE
+        tell_cache(arguments, f"{display_name(policy)}: --against names {display_name(other)}", console)
+    elif policy is None:
         tokens = dict(prompt_tokens=check_context(model, arguments.context_length) - 1, new_tokens=MAX_GEN_TOKS)
         limits = options.memory_limits(arguments)
         choice = batch_choice(model, batch_size=arguments.batch_size, joins=True, **tokens, **limits)
         policy = choice.policy
         tell_cache(arguments, choice.reason, console)
-    policies = [policy] if other in (None, policy) else [policy, other]
+    policies = [policy] if other is None else [policy, other]
     models = (harness_model(arguments, model, tokenizer, policy, _stream(arguments)) for policy in policies)
     folders = [score(arguments, one) for one in models]
     if is_first(arguments):

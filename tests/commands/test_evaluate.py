@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from icejax.api.generate import ASSETS
+from icejax.cache.registry import display_name
 from icejax.commands import evaluate
 from tests import tolerances
 from tests.helpers.in_processes import generate, model_folder, start
@@ -84,6 +85,29 @@ def test_two_caches_are_scored_in_pairs_and_a_run_goes_on(tmp_path, tasks, capsy
     assert "clustered 96" in (tmp_path / "report" / "report.html").read_text()
     assert run(*command, "--cache", "full", "--context-length", 300) == 2
     assert "another model, cache or context length" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options, caches",
+    [
+        (["--against", "full"], ["clustered 256", "full None"]),
+        (["--against", "clustered"], ["full None", "clustered 256"]),
+        (["--against", "full", "--budget", "64"], ["clustered 64", "full None"]),
+        (["--against", "snapkv", "--cache", "full"], ["full None", "snapkv 256"]),
+        (["--against", "snapkv"], ["full None", "snapkv 256"]),  # a short context fits the device
+        ([], ["full None"]),
+    ],
+)
+def test_a_cache_that_nobody_names_is_not_the_one_it_is_compared_with(tmp_path, bundled, monkeypatch, options, caches):
+    scored = []
+    monkeypatch.setattr(evaluate, "loaded", lambda *_: bundled)
+    monkeypatch.setattr(evaluate, "harness_model", lambda arguments, model, tokenizer, policy, stream: policy)
+    monkeypatch.setattr(evaluate, "score", lambda arguments, policy: scored.append(policy))
+    monkeypatch.setattr(evaluate, "_report", lambda *_: None)
+    # The names and flags of lm-evaluation-harness are options too.
+    harness = ["--num_fewshot", 2, "--gen_kwargs", "max_gen_toks=4", "--log_samples", "--limit", 1, "--apply_chat_template"]
+    assert run("--tasks", "letters", "--output", tmp_path, "--context-length", 512, *harness, *options) == 0
+    assert [f"{display_name(policy)} {policy.budget}" for policy in scored] == caches
 
 
 @pytest.mark.slow
@@ -187,6 +211,9 @@ def test_functions_are_asked_for_in_sessions(tmp_path, capsys, monkeypatch):
     [
         (["--tasks", "letters", "--system", "x"], "--system needs --chat"),
         (["--tasks", "letters", "--limit", "0"], "--limit must be at least 1, got 0"),
+        (["--tasks", "letters", "--num_fewshot", "-1"], "--num-fewshot must be at least 0, got -1"),
+        (["--tasks", "letters", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["--tasks", "letters", "--data", "/nowhere"], "--data must be a folder, got /nowhere"),
         (["--tasks", "letters", "--cache", "full", "--against", "full"], "is the cache that is scored"),
         (["--tasks", "letters", "--against", "no"], "no"),
         (["--tasks", "letters", "--include-path", "/nowhere"], "--include-path"),
