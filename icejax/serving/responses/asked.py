@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from icejax.serving.tools.asked import arguments_object
+from icejax.serving.tools.asked import MOST_TOOLS, arguments_object
 
 FIELDS = ("description", "parameters", "strict")
 BARE = "functions"  # the namespace that adds nothing to names
@@ -70,24 +70,24 @@ def asked_for(tools: list[Object] | None, items: str | list[Object]) -> list[Res
 
     Items of type `additional_tools` bring more, which take the place of earlier ones with their names.
     """
-    found = _flat(tools)
+    known = _flat(tools)
     for item in items if isinstance(items, list) else ():
-        if item.get("type") == "additional_tools":
+        if item.get("type") == "additional_tools" and len(known) <= MOST_TOOLS:  # more are refused
             new = _flat(item.get("tools"))
             names = [one.chat_name for one in new]  # a name may be anything yet
-            found = [one for one in found if one.chat_name not in names] + new
-    return found
+            known = [one for one in known if one.chat_name not in names] + new
+    return known
 
 
 def _flat(tools: Any, namespace: str | None = None) -> list[ResponsesTool]:
-    found: list[ResponsesTool] = []
+    flat: list[ResponsesTool] = []
     for tool in tools if isinstance(tools, list) else ():
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind == "namespace" and namespace is None:
-            found += _flat(tool.get("tools"), str(tool.get("name")))
+            flat += _flat(tool.get("tools"), str(tool.get("name")))
         elif kind in ("function", "custom"):
-            found.append(ResponsesTool(tool, None if namespace == BARE else namespace))
-    return found
+            flat.append(ResponsesTool(tool, None if namespace == BARE else namespace))
+    return flat
 
 
 def _described(form: Any) -> dict[str, str]:

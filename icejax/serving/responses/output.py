@@ -118,7 +118,7 @@ class Output:
                 closed, self._call = self._closed("completed"), call
                 tool = self._tools.get(name)
                 mark, kind, field = CUSTOM if tool is not None and tool.is_custom else FUNCTION
-                named = dict(name=name) if tool is None else tool.named()  # a model may call what there is not
+                named = dict(name=name) if tool is None else tool.named()  # a model may call what nobody gave it
                 item = dict(id=new_id(mark, "_"), type=kind, status="in_progress", call_id=call.id)
                 return [*closed, self._added(item | named | {field: ""})]
             case CallArguments(_, text):
