@@ -148,6 +148,8 @@ FAULTS = (
     ("checkpoint/gguf/tokenizer_files.py", "if end != inner", "", "checkpoint/gguf/test_tokenizer_files.py::test_control_tokens_end_an_answer_by_their_names"),
     ("checkpoint/gguf/vocabulary.py", "if not 0 <= value < count:", "if not 0 <= value <= count:", "checkpoint/gguf/test_tokenizer_files.py::test_broken_data_are_refused_in_a_line"),
     ("runtime/host_reads/probe.py", 'platform == "gpu" and', "", "runtime/test_host_read_probe.py::test_what_a_process_of_its_own_finds_is_kept_if_it_will_last"),
+    ("cache/bases/all_tokens.py", "return state.first(tokens)", "return state", "engine/test_prefixes.py::test_a_full_cache_is_cut_to_what_a_prompt_shares[1.0]"),
+    ("runtime/channel.py", "key, HELLO, most=HELLO_BYTES)", "key, HELLO)", "runtime/test_channel.py::test_a_stranger_is_no_process_of_the_group"),
     ("cache/bases/all_tokens.py", "Attended(out[..., : heads.v.shape[-1]], lse)", "Attended(out[..., -heads.v.shape[-1] :], lse)", "cache/test_latent_layers.py::test_a_budget_for_all_tokens_equals_float64[latent-full]"),
     ("cache/policies/full.py", "slot=seen % state.k.shape[1]", "slot=seen % (state.k.shape[1] - 1)", "models/test_parity.py::test_greedy_text_equals_transformers[mistral-window]"),
     ("cache/bases/window.py", "slot = self.fill + lengths.clock % self.page_size", "slot = self.fill", "cache/test_policies.py::test_budget_for_all_tokens_equals_dense_attention[quest]"),

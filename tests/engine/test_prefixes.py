@@ -134,6 +134,15 @@ def test_coded_rings_are_stored_without_their_end_and_evicted_tokens_are_not(mod
 
 
 @pytest.mark.slow
+def test_nothing_follows_a_prefix_that_leaves_sinks_empty(models):
+    """A row that joins a batch tells by the place of its window alone how many sinks it has."""
+    prompts, policy = [DOCUMENT[:256], *([*DOCUMENT[:280], *question] for question in QUESTIONS)], Clustered(**PAGES, sinks=300)
+    replies = ask(core_of(models["qwen3-plain"], policy, places=2, longest=400), *prompts, prompts[1])
+    assert [reply.cached_tokens for reply in replies] == [0, 0, 0, 0, len(prompts[1])]
+    assert_answered(replies, models["qwen3-plain"], [*prompts, prompts[1]])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1270, 1530])
 def test_a_prompt_that_fills_the_context_is_stored_too(models, length):
     """The pages of 1,530 tokens less 256 are padded to all 1,536 of the context: those behind hold none, and are used again."""

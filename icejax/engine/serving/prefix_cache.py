@@ -75,6 +75,8 @@ class PrefixCache:
         self.folder, self._cuts_tails, self._agreed = folder, cuts_tails, agreed
         self._plan, self._extents, self.prefixes = plan, extents, Prefixes(extents, most_bytes=most_bytes)
         self._evicts = any(policy.evicts for policy in plan.policies)
+        # Text never fills sinks that a prompt left empty, and a row that joins a batch counts all of them.
+        self._least = plan.policies[plan.pooled[0]].window_layout.sinks if plan.pooled else 0
 
     def prepare(self, ticket: Ticket) -> None:
         """Sets a ticket's route and the extents that it needs, and forgets entries until so many extents are free."""
@@ -101,11 +103,13 @@ class PrefixCache:
             entry, held = stored, stored.length
         whole, can_cut, cuts = max(whole, 0 if stored is None else stored.length), self._can_cut(len(tokens)), []
         # In memory an entry that can be cut serves as well as one of its beginning; on the disk only the beginning is found.
-        if not self._evicts and whole + BLOCK <= shared and not (can_cut and self.folder is None):
+        extends = not self._evicts and shared >= self._least
+        if extends and whole + BLOCK <= shared and not (can_cut and self.folder is None):
             cuts.append(shared)
             held = min(held, shared - 1)  # the logits behind the beginning are stored too
         tail = len(tokens) - TAIL
-        if self._cuts_tails and not self._evicts and not can_cut and tail - max(held, *cuts, 0) > LEAST:
+        extends = not self._evicts and tail >= self._least
+        if extends and self._cuts_tails and not can_cut and tail - max(held, *cuts, 0) > LEAST:
             cuts.append(tail)
         return Route(entry, held, () if held == len(tokens) else (*cuts, len(tokens)), shared)
 
@@ -164,7 +168,7 @@ class PrefixCache:
         if self._plan.pooled:
             table, pages = np.array(row.cache.table)[0], pages_used(row, self._plan)
             table = np.where(np.arange(len(table)) < extents_for(pages), table, SCRATCH_EXTENT)
-        fields = dict(table=table, pages=pages, logits=np.array(logits), extends=not self._evicts)
+        fields = dict(table=table, pages=pages, logits=np.array(logits), extends=not self._evicts and count >= self._least)
         fields |= dict(can_cut=self._can_cut(count), hashes=chain(tokens[:count], salt), followers=followers)
         entry = Entry(np.array(tokens[:count], np.int32), cache, nbytes, **fields)
         if behind is not None and behind.can_cut and entry.can_cut:

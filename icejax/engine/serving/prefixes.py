@@ -42,7 +42,8 @@ class Entry:
         table: i32[X], extents of its pages; None without a pool.
         pages: number of pages in use.
         logits: f32[1, V], the logits behind its last token, for a prompt that is the entry.
-        extends: whether other text may follow; False if the cache has evicted tokens, which this text would miss.
+        extends: whether other text may follow; False if the cache has evicted tokens, which this text would miss, or has fewer
+            tokens than sinks.
         can_cut: whether other text may follow its first tokens alone.
         hashes: the chain of its salt and whole blocks.
         followers: number of prompts that went on behind it.
