@@ -40,7 +40,7 @@ BAD = {
     "needle.language --length 1": "--length must be at least 65, got 1",
     "needle.evaluate --seed -1": "--seed must be at least 0, got -1",
     "needle.evaluate --questions 0": "--questions must be at least 1, got 0",
-    "needle.evaluate --cache full --budget 64": "cache 'full' has no option 'budget': expected one of movable",
+    "needle.evaluate --cache full --budget 64": "cache 'full' has no option 'budget': it has none",
     "compare.__main__ --budgets inf%": "--budgets must be numbers of tokens or shares such as 10%, got 'inf%'",
     "compare.__main__ --budgets 0 --policies topp": "--budgets must be numbers of tokens or shares such as 10%, got '0'",
     "compare.__main__ --policies full --out FILE": "results must go to a folder, FILE cannot be one: File exists",
