@@ -64,7 +64,7 @@ def evaluate(
 
 
 def _commit() -> str | None:
-    """Returns the commit of the working folder; None outside of a repository, where lm-eval's own function lets git complain."""
+    """Returns the commit of the working folder, or None. Outside of a repository lm-eval's own function lets git complain."""
     try:
         return subprocess.run(["git", "describe", "--always"], capture_output=True, text=True).stdout.strip() or None
     except FileNotFoundError:

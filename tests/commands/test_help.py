@@ -36,7 +36,7 @@ def test_a_name_that_is_nearly_right_is_named(capsys, arguments, message):
 
 def test_every_option_of_every_cache_has_a_line(capsys):
     status, out, err = run(capsys, "--help-cache")
-    assert (status, err) == (0, "") and "full:\n  no options\n" in out
+    assert (status, err) == (0, "") and "\nfull:\n  no options\n" in f"\n{out}"
     assert "icecache: clustered with rerank=false, tail=false, balance=false, score=mean, group=interleave\n" in out
     for name, kind in [(name, kind) for name, kind in icejax.POLICIES.items() if name != "full"]:
         lines = [*itertools.takewhile(bool, f"\n{out}".partition(f"\n{name}:\n")[2].splitlines())]
