@@ -1,7 +1,7 @@
 """How well steps estimate the error that codes leave: ``python -m bench.code_errors --model smollm2-135m``.
 
 The command captures queries, keys and values of a model that reads real text: the last 4 tokens of a text, and `--steps` tokens
-behind it, of which every fourth is a step. It compares the true relative error of three forms with their estimates:
+after it, of which every fourth is a step. It compares the true relative error of three forms with their estimates:
 
 - `packed`: all pages in codes, the best `exact` tokens exactly. The estimate is that of `icejax.ops.pages.code_error`.
 - `coded`, `look`: codes of 224 pages, or of as many as bring 1.05 times today's bytes; digests for the rest. The estimate is
@@ -53,7 +53,7 @@ from icejax.ops.pages.paged_attention import attend_beside
 from icejax.ops.topk import ranks
 from icejax.runtime import devices
 
-EVERY = 4  # tokens behind the text from step to step
+EVERY = 4  # tokens after the text from step to step
 FACTOR = 1.0  # the estimate of the codes' error as it is; `packed` multiplies it by its `COVERED`
 TAIL_FACTOR = COVERED  # by which `tolerant` multiplies
 CODED = 224  # pages that `coded` looks at
@@ -133,7 +133,7 @@ def gains(true: np.ndarray, error: np.ndarray, uneven: np.ndarray) -> np.ndarray
 
 
 def figures(true: np.ndarray, estimates: np.ndarray, factor: float) -> dict:
-    """Returns how estimates [L, Q, K, G] times a factor cover the true errors of the steps behind the text."""
+    """Returns how estimates [L, Q, K, G] times a factor cover the true errors of the steps after the text."""
     true, estimates = (x[:, LAST:].mean((0, 2, 3)) for x in (true, factor * estimates))
     return dict(
         steps=len(true),

@@ -115,7 +115,7 @@ def _begin(tokenizer: Any) -> list[int]:
 
 
 def _question(tokenizer: Any, question: str, continuation: str) -> Question | None:
-    """Returns a question; None if it is too long, or its last token would be another one with the continuation behind it."""
+    """Returns a question; None if it is too long, or its last token would be another one with the continuation after it."""
     tokens, both = _encode(tokenizer, question), _encode(tokenizer, question + continuation)
     if both[: len(tokens)] != tokens or len(tokens) + CONTINUED > LONGEST:
         return None

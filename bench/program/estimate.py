@@ -94,7 +94,7 @@ _TPU_REASONS = (
 
 
 def reasons(target: Target, *, concurrent: bool) -> list[str]:
-    """Returns the assumptions behind the estimate, one sentence each."""
+    """Returns the assumptions of the estimate, one sentence each."""
     rates = RATES[target.name]
     scale = dict(device=1e-6, bus=1e-3)
     shown = {}

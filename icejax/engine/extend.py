@@ -1,4 +1,4 @@
-"""Extend: runs more text behind the cache of one row, layer by layer; the text attends exactly to all earlier tokens.
+"""Extend: runs more text after the cache of one row, layer by layer; the text attends exactly to all earlier tokens.
 
 `Session` calls it for every text after the first, `serving.start` for what follows a cached prefix. Through the layers goes
 [1, T, D], T being the padded text.

@@ -67,7 +67,7 @@ class RowPenalties:
         return logits - jnp.where(self.counts > 0, self.presence_penalty[:, None], 0)
 
     def after(self, tokens: Int[Array, " B"]) -> RowPenalties:
-        """Returns the penalties behind one more answer token of each row."""
+        """Returns the penalties after one more answer token of each row."""
         return self._counted(tokens, 1)
 
     def before(self, tokens: Int[Array, " B"]) -> RowPenalties:

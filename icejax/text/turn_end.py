@@ -1,4 +1,4 @@
-"""The tokens that end a turn: the tokenizer's eos, and the token that the chat template writes behind an answer.
+"""The tokens that end a turn: the tokenizer's eos, and the token that the chat template writes after an answer.
 
 `api.generate.load` adds them to the eos ids of the model's config: a fine-tune may have the config of its base model.
 Example: the template writes "<|im_start|>assistant\\nYes.<|im_end|>\\n<|im_start|>user": an answer ends with <|im_end|>.
@@ -27,7 +27,7 @@ def end_ids(tokenizer: Any) -> tuple[int, ...]:
 
 
 def _template_end(tokenizer: Any) -> int | None:
-    """Returns the id of the added token that the chat template writes behind an answer; None if it writes none."""
+    """Returns the id of the added token that the chat template writes after an answer; None if it writes none."""
     added = getattr(tokenizer, "added_tokens_decoder", None)
     # Harmony ends every message of an answer in the same way, thoughts too.
     if not getattr(tokenizer, "chat_template", None) or not isinstance(added, Mapping) or is_harmony(tokenizer):

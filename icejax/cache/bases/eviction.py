@@ -60,7 +60,7 @@ class Slots:
         return Slots(k, v, gather(self.positions, NO_TOKEN), gather(self.scores), self.room)
 
     def then(self, others: Slots) -> Slots:
-        """Returns these slots with `others` behind them."""
+        """Returns these slots with `others` after them."""
         k, v = (jnp.concatenate(pair, axis=1) for pair in ((self.k, others.k), (self.v, others.v)))
         pairs = (self.positions, others.positions), (self.scores, others.scores)
         return Slots(k, v, *(jnp.concatenate(pair, axis=2) for pair in pairs), self.room)

@@ -20,7 +20,7 @@ from icejax.runtime.progress import COMPILING, LOADING, MEASURING, PREFILL
 
 PATIENCE_S = 2.0  # seconds that a phase lasts before a line tells of it
 UNITS = {LOADING: "tensors", PREFILL: "layers", COMPILING: "programs", MEASURING: "runs"}
-NOTE = " compiling"  # stands behind the first token on a terminal while the program of the others is compiled
+NOTE = " compiling"  # stands after the first token on a terminal while the program of the others is compiled
 
 
 class Speed(ProgressColumn):
@@ -92,7 +92,7 @@ class Phases:
             self._noted = False
 
     def before_text(self, text: str) -> None:
-        """Takes away what stands where an answer's next `text` will; a terminal shows "compiling" behind the first text."""
+        """Takes away what stands where an answer's next `text` will; a terminal shows "compiling" after the first text."""
         first, self._writing = not self._writing, True
         if first or self._noted:
             self.stop()

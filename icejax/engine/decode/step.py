@@ -3,7 +3,7 @@
 The decode loop calls `DecodePrograms.step`. Through the layers goes the newest token of each row, [B, 1, D]; out come tokens
 i32[B], counters i32[8, B] and logits f32[B, V].
 
-On a CPU a step is a program per layer, with one more before the first layer and one behind the last, so that each kind of
+On a CPU a step is a program per layer, with one more before the first layer and one after the last, so that each kind of
 layer is compiled once. On other platforms, and in a model of few layers, a step is one program, of which XLA:GPU makes one CUDA
 graph.
 """
@@ -170,7 +170,7 @@ class StepLayer(NamedTuple):
 
 
 class StepParts(NamedTuple):
-    """A step as a program per layer, one before the first layer and one behind the last.
+    """A step as a program per layer, one before the first layer and one after the last.
 
     Attributes:
         ends: the weights of `CausalLM.ends`.

@@ -89,7 +89,7 @@ class Excerpt:
 
     @property
     def text(self) -> str:
-        """The functions' sources, each behind the path of its module."""
+        """The functions' sources, each after the path of its module."""
         return "".join(map(_with_path, self.functions))
 
     def alone(self, function: Function) -> bool:

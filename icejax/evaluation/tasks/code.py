@@ -92,7 +92,7 @@ def passes(program: str) -> dict[str, float]:
 
 
 def _passed(problem: dict[str, str], answers: list[str], *, between: str) -> dict[str, float]:
-    """Returns the score of an answer; behind a `between` that ends the prompt it defines the function again."""
+    """Returns the score of an answer; after a `between` that ends the prompt it defines the function again."""
     return passes(program(problem, between + answers[0]))
 
 
