@@ -1,6 +1,6 @@
 """How well a decode step can estimate its own error: ``python -m bench.calibrate [--panel]``.
 
-The command compares the true relative error of the clustered cache (whole pages) with estimates from what a step has: digests,
+The command compares the true relative error of the clustered cache (whole pages) with estimates from a step's data: digests,
 scores, and the keys and values of fetched pages. It captures queries, keys and values where a model answers and where it reads
 on. W is the weight of all that is not attended exactly, n the tokens of a page, d the deviation of their scores by its digest:
 

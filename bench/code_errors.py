@@ -98,7 +98,7 @@ def steps(
 
 
 def rows(layers: list[Paged], *, budget: int, bits: list[int]) -> Iterator[dict]:
-    """Yields a row per form, number of bits, and what the estimate knows."""
+    """Yields a row per form, number of bits, and knowledge of the estimate."""
     sinks, window = residents(budget)
     exact, size = budget - sinks - window, layers[0].k.shape[-1]
     num_pages = layers[0].pages[0].shape[2]

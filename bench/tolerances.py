@@ -1,4 +1,4 @@
-"""What a tolerance buys and how well it holds: rows of ``python -m bench.calibrate --tolerances 0.05,0.01 --look 4``.
+"""The error and cost of a tolerance: rows of ``python -m bench.calibrate --tolerances 0.05,0.01 --look 4``.
 
 The cache `tolerant` runs in a model that reads questions about real text (`bench.texts`) and then their true continuations; all
 questions about a text are asked. In every step the estimate that it reports is compared with the true error of its attention,

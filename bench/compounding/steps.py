@@ -85,7 +85,7 @@ class Stepwise(Forced):
     def follow(self, prompt: Prompt, asked: Asked) -> dict[str, Any]:
         """Returns the figures of a row: the policy is forced along a text, and writes its own where it would leave the text.
 
-        Up to there both are the same steps, so that they are taken once.
+        Up to there both are the same steps, so they run once.
         """
         self.read_question(asked)
         figures, (first, *later) = self.errors(asked), asked.continuation

@@ -36,7 +36,7 @@ def answers(
         shared: whether each question stands after the text alone; else after the questions and answers before it too.
         chat: whether text and questions are messages in the chat template.
         system: the system message of a chat.
-        begun, end: what stands before an answer in plain text, and where it ends; neither is in its text.
+        begun, end: text before an answer in plain text, and the text that ends it; neither is in its text.
     """
     limits = dict(host_memory_limit=host_memory_limit)
     session = Session(model, tokenizer, cache=cache, context_length=length, system=system, **limits)

@@ -56,7 +56,7 @@ def of_whole_chat(messages: list[dict[str, str]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def behind(held: int, *, chat: bool) -> Iterator[None]:
-    """Makes the error of a text that is too long by itself tell of the `held` tokens before it."""
+    """Adds the `held` tokens before a text to the error of a text that is too long by itself."""
     try:
         yield
     except ContextFull as error:

@@ -94,7 +94,7 @@ class TextCache:
             self.restore(plan, count, [], *move(self._model, states, count, before, plan, into))
 
     def description(self) -> dict[str, Any]:
-        """Returns what a saved session says of the cache."""
+        """Returns a saved session's record of the cache."""
         pages, joints = int(self.run.state.cache.lengths.next_page), [astuple(joint) for joint in self.joints]
         room = None if self.room == self._context_length else self.room
         return dict(first=self.first, pages=pages, joints=joints, room=room)

@@ -55,7 +55,7 @@ class Whole:
         return Parts(text)
 
     def rest(self) -> Parts:
-        """Returns what is still held back, when no more text comes."""
+        """Returns the text that was held back, when no more text comes."""
         return Parts()
 
 

@@ -34,7 +34,7 @@ def _template_end(tokenizer: Any) -> int | None:
         return None
     try:
         talk = render(tokenizer, [dict(role=role, content=content) for role, content in TALK])
-    except InputError as error:  # who chats is told; a prompt without the template needs none
+    except InputError as error:  # a chat raises it too; a prompt without the template needs none
         LOG.info("the template's end of an answer is not known: %s", error)
         return None
     behind = talk.partition(ANSWER)[2].lstrip()

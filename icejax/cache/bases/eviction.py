@@ -111,7 +111,7 @@ class Eviction(CachePolicy):
 
         Args:
             tokens: the kept tokens, then the text's tokens; empty slots stand at both ends. Positions rise, except where a
-                decoded token has taken an evicted token's slot.
+                decoded token replaced an evicted one.
             heads, attended: the text's queries, keys and values, and its attention.
         """
 

@@ -47,7 +47,7 @@ class Tensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a GGUF file says of itself.
+    """The header of a GGUF file.
 
     Attributes:
         values: its values by key; arrays of numbers are numpy arrays, arrays of texts are lists.

@@ -114,7 +114,7 @@ class RowStart:
         return self._result
 
     def _run(self) -> Iterator[None]:
-        """Runs the pieces: a `yield` stands before every piece, and the code up to the next one is the piece."""
+        """Runs the pieces: a `yield` comes before every piece, and the code up to the next one is the piece."""
         entry, cuts, state, step, kept = self._route.entry, self._route.cuts, None, None, None
         if isinstance(entry, StoredPrefix):
             loaded = yield from self._loaded(entry)

@@ -102,7 +102,7 @@ class Excerpt:
         return min(candidates, key=lambda function: abs(self.depth(function) - depth))
 
     def depth(self, function: Function) -> float:
-        """Returns how many percent of the tokens stand before the function's end."""
+        """Returns the percentage of the tokens before the function's end."""
         return float(100 * self.ends[self.functions.index(function)] / self.ends[-1])
 
 

@@ -3,7 +3,7 @@
 The text has functions of Python's standard library, and each of three questions asks for another one by its name.
 `multi_turn_code` asks one after another in a session, after the model's own answers; the first question is prefilled with the
 text. `multi_request_code` prefills the text alone and saves the session; each question continues a copy of it, so no cache has
-seen a question when it chooses what to keep. There the model answers the text with one token. Scores are RepoQA's, by turn.
+seen a question when it chooses the tokens to keep. There the model answers the text with one token. RepoQA's scores, by turn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LENGTHS = (2048, 4096, 8192)
 SAMPLES = 10  # of each length
 DRAWS = 20  # texts that are tried for one with functions that fit their answers
 TURNS = 3
-CLOSED = 8  # tokens of an answer beside the function
+CLOSED = 8  # tokens of an answer besides the function
 ANSWER_TOKENS, QUESTION_TOKENS = 256, 96  # most of each; a question's with its chat template
 
 
