@@ -28,8 +28,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.fill import fill
 from bench.flags import listed, numbers
+from bench.steps.fill import fill
 from icejax.api.generate import ASSETS
 from icejax.cache.options import make_policy
 from icejax.checkpoint.load import load_model

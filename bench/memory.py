@@ -20,7 +20,7 @@ from pathlib import Path
 from flax import nnx
 
 from bench.flags import listed
-from bench.sizes import nbytes
+from bench.steps.sizes import nbytes
 from icejax.cache.registry import names
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer

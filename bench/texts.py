@@ -1,6 +1,6 @@
 """Texts for a model of any tokenizer, and questions at their end whose true continuations are known.
 
-`bench.compare`, `bench.pages`, `bench.calibrate` and `bench.two_precisions` take them.
+`bench.compare`, `bench.attention.pages`, `bench.attention.calibrate` and `bench.attention.two_precisions` take them.
 
 The texts are Python's own, so that a version of Python and a number give the same text on every machine: the modules of the
 standard library, and the language reference. There are two tasks:

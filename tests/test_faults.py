@@ -184,7 +184,7 @@ FAULTS = (
     ("ops/pages/key_codes.py", "return mean_y - slope * mean_x, slope", "return mean_y, slope", "cache/test_coded.py::test_codes_stand_for_the_line_nearest_to_the_keys[4]"),
     ("ops/pages/key_codes.py", "codes = _nearest_codes(keys, valid, first, width, max_code)", "pass", "ops/test_key_codes.py::test_codes_are_chosen_for_the_rounded_line[3-bfloat16]"),
     ("ops/pages/key_codes.py", "[..., :size] << low_bits", "[..., :size] << 0", "ops/test_key_codes.py::test_odd_and_whole_byte_codes_equal_the_reference[3]"),
-    ("../bench/coded_attention.py", "jnp.arange(groups * GROUP) < size", "jnp.arange(groups * GROUP) >= 0", "bench/test_bench_two_precisions.py::test_values_by_token_share_a_line_in_groups_of_32[40]"),
+    ("../bench/attention/coded_attention.py", "jnp.arange(groups * GROUP) < size", "jnp.arange(groups * GROUP) >= 0", "bench/test_bench_two_precisions.py::test_values_by_token_share_a_line_in_groups_of_32[40]"),
     ("ops/group_codes.py", "jnp.floor(2 * (ratio - whole))", "jnp.round(ratio - whole)", "cache/test_quantised_caches.py::test_codes_are_ggml_bit_for_bit[q8_0]"),
     ("ops/group_codes.py", "x / jnp.where(x > 0, by, 1)", "x / by", "cache/test_quantised_caches.py::test_codes_are_ggml_bit_for_bit[q8_0]"),
     ("ops/group_codes.py", "jnp.floor(ratio + 8.5)", "jnp.round(ratio + 8)", "cache/test_quantised_caches.py::test_codes_are_ggml_bit_for_bit[q4_0]"),

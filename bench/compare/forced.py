@@ -31,7 +31,7 @@ from bench.compare import cells, tuned
 from bench.compare.cells import Contender
 from bench.compare.subject import Measured, Subject
 from bench.compare.text import SHORT, Text
-from bench.sizes import fetched_bytes, fetched_per_step, nbytes
+from bench.steps.sizes import fetched_bytes, fetched_per_step, nbytes
 from icejax.cache.options import make_policy
 from icejax.cache.pool.page_format import pool_bytes, pool_shapes
 from icejax.cache.protocol import CachePolicy

@@ -14,7 +14,7 @@ import numpy as np
 
 from bench.compare.text import Text
 from bench.needle.reader import Reader
-from bench.sizes import fetched_bytes
+from bench.steps.sizes import fetched_bytes
 from icejax.cache.pool.extents import SCRATCH_EXTENT
 from icejax.cache.pool.host_pool import PoolLayer
 from icejax.cache.pool.page_format import pool_bytes, without_codes

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from bench import panel, texts
-from bench.capture import needle_prompt
+from bench.attention.capture import needle_prompt
 from bench.compare import cells
 from bench.compare.cells import Contender
 from bench.compare.forced import Adaptive

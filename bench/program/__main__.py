@@ -17,9 +17,9 @@ import sys
 import jax
 from rich.console import Console
 
-from bench import shapes
 from bench.flags import flag, numbers, print_rows
 from bench.program import compile, estimate, report, targets
+from bench.steps import shapes
 from icejax.cache.options import cache_options, make_policy
 from icejax.checkpoint.quantized.rounding import METHODS
 from icejax.checks import numbers as ranges

@@ -14,7 +14,7 @@ import jax
 from bench.program.compile import Step, on_host
 from bench.program.targets import Target
 from bench.program.work import Work
-from bench.sizes import fetched_bytes, fetched_per_step, nbytes
+from bench.steps.sizes import fetched_bytes, fetched_per_step, nbytes
 from icejax.cache.bases.retrieval import PagedState, Retrieval
 from icejax.cache.policies.clustered import Clustered
 from icejax.cache.pool.page_format import pool_shapes

@@ -1,4 +1,4 @@
-"""Error of attention through codes of a few bits, at equal bytes: ``python -m bench.two_precisions --model smollm2-135m``.
+"""Error of attention through codes, at equal bytes: ``python -m bench.attention.two_precisions --model smollm2-135m``.
 
 The command captures the queries, keys and values of a model that reads real text: 6 queries after a text of each kind and
 length. It prints one JSON line per method (`form`), and a table on stderr:
@@ -33,15 +33,26 @@ from rich.console import Console
 
 import icejax
 from bench import panel
-from bench.capture import Captured, capture, tiled
-from bench.coded_attention import Coding, attend, attend_dense, coded, kivi_keys, kivi_values, look, q4_0, q8_0, walked
+from bench.attention.capture import Captured, capture, tiled
+from bench.attention.coded_attention import (
+    Coding,
+    attend,
+    attend_dense,
+    coded,
+    kivi_keys,
+    kivi_values,
+    look,
+    q4_0,
+    q8_0,
+    walked,
+)
+from bench.attention.methods import RERANKED, form, residents
+from bench.attention.page_attention import attention_of_keys, error, index_of, select
 from bench.compare.cells import policy_from
 from bench.compare.subject import Subject
 from bench.compare.text import SHORT, Text
 from bench.flags import listed, numbers, print_rows
-from bench.methods import RERANKED, form, residents
 from bench.needle import task
-from bench.page_attention import attention_of_keys, error, index_of, select
 from bench.texts import excerpt
 from icejax.api.generate import ASSETS
 from icejax.cache.bases.reranking import KEY_ONLY_FACTOR, pages_for
@@ -270,7 +281,7 @@ def line(row: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.two_precisions", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.attention.two_precisions", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=ASSETS, help=panel.ANY)
     parser.add_argument("--texts", default="code,documentation", help=f"kinds of text, of {', '.join(task.KINDS)}")
     parser.add_argument("--lengths", default="4096", help="tokens of a text, comma-separated")
