@@ -165,6 +165,7 @@ def test_the_first_part_of_a_prompt_names_its_document():
 def test_options_of_the_server_are_checked_before_anything_starts():
     for options, message in (
         ({"port": 1}, "port is Ray Serve's"),
+        ({"processes": 2}, "processes is for one model over several processes, and a replica is one: leave it out"),
         ({"replicas": 0}, "replicas must be at least 1, got 0"),
         ({"slots": 0}, "--slots must be at least 1, got 0"),
     ):

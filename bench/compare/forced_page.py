@@ -20,6 +20,7 @@ START = """# Cache policies on published models
 
 ```
 python -m bench.compare --model smollm2-135m --out bench/results
+python -m bench.compare --model gemma-3-270m --lengths 4096 --out bench/results
 python -m bench.compare --model qwen2.5-coder-0.5b --lengths 4096,8192 --out bench/results
 python -m bench.compare --page --out bench/results     # this page and its picture, from compare-published.jsonl
 ```
@@ -85,12 +86,33 @@ def interval(lines: list[dict], figure: str) -> tuple[float, float]:
 
 def write(found: list[dict], path: Path) -> None:
     """Writes the page."""
-    rows.write(path, "\n".join([START, *_sections(found)]))
+    rows.write(path, "\n".join([START, *_shares(found), "", *_sections(found)]))
+
+
+def _shares(found: list[dict]) -> Iterator[str]:
+    """Yields the table of our errors as parts of those that users would have instead."""
+    error = {(*_text(row), row["policy"], row["budget"]): row["error"] for row in found}
+    lines = []
+    for row in sorted(
+        (row for row in found if row["policy"].partition(":")[0] in OURS), key=lambda row: (_text(row), order(row))
+    ):
+        beside = [("topk", row["budget"]), ("q8_0", "all"), ("q4_0", "all")]
+        parts = (row["error"] / error[key] if (key := (*_text(row), *one)) in error else None for one in beside)
+        shares = (NONE if part is None else f"{part:.3f}" for part in parts)
+        lines.append([row["model"], f"{row['length']:,}", f"`{row['policy']}`", row["budget"], *shares])
+    if lines:
+        yield "## Our error as a part of another cache's\n"
+        yield "The goal: at most 0.167 of the exact top tokens (`topk`) at the same budget, and at 256 less than `q8_0`.\n"
+        yield from table(("model", "tokens", "", "budget", "`topk` at the budget", "`q8_0`", "`q4_0`"), lines)
+
+
+def _text(row: dict) -> tuple[str, int]:
+    return row["model"], row["length"]
 
 
 def _sections(found: list[dict]) -> Iterator[str]:
-    for model, length in sorted({(row["model"], row["length"]) for row in found}):
-        group = [row for row in found if (row["model"], row["length"]) == (model, length)]
+    for model, length in sorted({_text(row) for row in found}):
+        group = [row for row in found if _text(row) == (model, length)]
         questions = sorted({row["questions"] for row in group})
         span = str(questions[0]) if len(questions) == 1 else f"{questions[0]} to {questions[-1]}"
         yield "\n".join([f"## {model}, {length:,} tokens, {span} questions\n", *_table(group), *_options(group), ""])

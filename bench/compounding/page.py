@@ -16,7 +16,11 @@ from bench.markdown import NONE, table
 START = """# Errors step by step
 
 ```
-python -m bench.compounding --model qwen2.5-coder-0.5b --out bench/results
+RUN="python -m bench.compounding --model qwen2.5-coder-0.5b --out bench/results"
+$RUN
+$RUN --policies vattention,pariskv     # they draw at random
+$RUN --policies misplaced:share=0.01,misplaced:share=0.1,misplaced:share=1
+$RUN --policies clustered,clustered:page_size=8,clustered:page_size=32 --budgets 128,256
 python -m bench.compounding --page --out bench/results     # this page and its plot, from compounding.jsonl
 ```
 

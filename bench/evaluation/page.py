@@ -84,18 +84,19 @@ def _is_part(row: dict[str, Any], found: list[dict[str, Any]]) -> bool:
 
 
 def _title(row: dict[str, Any]) -> str:
-    name = row["run"] if row["question"] == 5 else row["task"]
+    name = row["run"].removesuffix(f"-{length_of(row)}") if row["question"] == 5 else row["task"]
     return f"{name}, {row['metric'].replace(',', ', ')}"
 
 
 def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    timed, weights = any(row["tokens_per_s"] for row in rows), len({(row["weights"], row["batch"]) for row in rows}) > 1
+    timed, forms = any(row["tokens_per_s"] for row in rows), {(row["weights"], row["batch"]) for row in rows}
+    weights = rows[0]["question"] == 1 and len(forms) > 1
     heads = ["cache", *(["weights", "batch"] if weights else []), "score", "n", "difference from full", "pairs"]
-    if length := rows[0]["question"] == SESSIONS:
+    if has_length := length_of(rows[0]) is not None:
         heads.insert(0, "tokens")
     lines = []
-    for row in sorted(rows, key=length_of) if length else rows:
-        line = [f"{length_of(row):,}"] if length else []
+    for row in sorted(rows, key=length_of) if has_length else rows:
+        line = [f"{length_of(row):,}"] if has_length else []
         line += [f"`{row['cache']}`" + ("" if row["budget"] is None else f" {row['budget']}")]
         line += [row["weights"], row["batch"]] if weights else []
         line += [_with_ends(row["score"], row["low"], row["high"], ".3f"), row["samples"]]
@@ -111,9 +112,10 @@ def _with_ends(value: float, low: float | None, high: float | None, form: str) -
     return f"{value:{form}}" if low is None else f"{value:{form}} ({low:{form}} to {high:{form}})"
 
 
-def length_of(row: dict[str, Any]) -> int:
-    """Returns the length in tokens that a run's name ends in."""
-    return int(row["run"].rpartition("-")[2])
+def length_of(row: dict[str, Any]) -> int | None:
+    """Returns the length in tokens that a run's name ends in; None: it ends in none, or in a number of rows."""
+    end = row["run"].rpartition("-")[2]
+    return int(end) if end.isdecimal() and row["question"] != 1 else None
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

@@ -103,8 +103,10 @@ def all_runs() -> list[Run]:
 
 def _answers() -> Iterator[Run]:
     """Yields the runs of question 1: programs, by weights, batch and cache."""
-    tasks = ("humaneval_instruct", "humaneval_plus_instruct")
-    options = ("--tasks", ",".join(tasks), "--chat", "--system", SYSTEM, "--data", "{data}")
+    humaneval, mbpp = (
+        ("--tasks", tasks, "--chat", "--system", SYSTEM, "--data", "{data}")
+        for tasks in ("humaneval_instruct,humaneval_plus_instruct", "mbpp_plus_instruct")
+    )
     caches = dict(full="full", clustered="clustered-64")
     rows = [("fp32", "full", 16), ("fp32", "clustered", 16)]
     rows += [("fp32", cache, batch) for cache in caches for batch in (1, 4)]
@@ -115,7 +117,10 @@ def _answers() -> Iterator[Run]:
         seconds, limit = (0.0, 4.0) if batch == 16 else (0.0, 14.0), 40 if batch == 16 else 8
         sizes = dict(limit=limit, tasks=1, seconds=seconds, batch=batch, prompt=None, weights=weights)  # both tasks ask alike
         name, asked = f"{weights}-{cache}-{batch}", (caches | others)[cache]
-        yield Run(1, name, asked, options, **sizes, base=("fp32-full-16", "full"))
+        yield Run(1, name, asked, humaneval, **sizes, base=("fp32-full-16", "full"))
+    for cache, asked in caches.items():
+        sizes = dict(limit=40, tasks=1, seconds=(0.0, 4.0), batch=16, prompt=None, weights="fp32")
+        yield Run(1, f"mbpp_plus-{cache}-16", asked, mbpp, **sizes, base=("mbpp_plus-full-16", "full"))
 
 
 def _sessions() -> Iterator[Run]:
@@ -130,7 +135,14 @@ def _tasks() -> Iterator[Run]:
     """Yields the runs of question 5: tasks, by cache."""
     local = ("--data", "{data}")
     minilongbench = ",".join(f"minilongbench_{name}" for name in DATASETS)
-    text = ("--tasks", "perplexity", "--lengths", "8192", "--text")
+    # Perplexity by position: a size of prompts and a number of rows that other runs have too, and the seconds of a sample.
+    positions = {1024: (2048, 8, (8, 4)), 2048: (2048, 8, (16, 4)), 4096: (4096, 4, (35, 6)), 8192: (8192, 2, (80, 8))}
+    perplexity = (
+        (f"perplexity-{kind}-{length}", ("--tasks", "perplexity", "--lengths", str(length), "--text", f"{{texts}}/{kind}.txt"),
+         2, 1, seconds, batch, prompt)
+        for kind in ("prose", "source")
+        for length, (prompt, batch, seconds) in positions.items()
+    )  # fmt: skip
     # name, options, samples of a task, tasks, seconds of a sample (all caches, each cache), rows, prompt
     rows = (
         ("gsm8k", ("--tasks", "gsm8k", "--num-fewshot", "8", *local), 24, 1, (10, 4), 8, 2048),
@@ -138,8 +150,7 @@ def _tasks() -> Iterator[Run]:
         ("ruler-8192", ("--tasks", "ruler_8192", *local), 1, 11, (80, 7), 2, 8192),
         ("longchat_lines_200", ("--tasks", "longchat_lines_200", *local), 6, 1, (50, 6), 2, 8192),
         ("kv_retrieval", ("--tasks", "kv_retrieval", *local), 6, 1, (50, 6), 2, 8192),
-        ("perplexity-prose", (*text, "{texts}/prose.txt"), 2, 1, (80, 8), 2, 8192),
-        ("perplexity-source", (*text, "{texts}/source.txt"), 2, 1, (80, 8), 2, 8192),
+        *perplexity,
         ("minilongbench", ("--tasks", minilongbench, *local, "--context-length", "8192"), 1, 16, (70, 8), 2, 8192),
     )
     for name, options, limit, tasks, seconds, batch, prompt in rows:

@@ -7,7 +7,8 @@ Parts, each a JSON line per row, with figures under the names of vLLM's `benchma
   output tokens per second over HTTP by those of the engine, whose bar is 0.9
 - `document`: four questions about one document, one after another: time to the first token, tokens from the prefix store
 - `cancel`: clients that leave at random times, and the extents that are then missing: `extents_leaked` must be 0
-- `soak`: random requests for `--minutes`, and the server's memory at the start, at the end and per hour
+- `soak`: random requests for `--minutes`, one of four as the page sends it (with `explain`, where the cache has pages), and the
+  server's memory at the start, at the end and per hour
 
 `compiled_after_warmup`, the programs that the server compiled while a row was measured, must be 0. Every row follows requests
 that are not timed. Prompts are source code and differ in their first line, so that no prefix is shared. Answers are greedy and

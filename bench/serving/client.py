@@ -59,21 +59,22 @@ class Http:
         parts = urllib.parse.urlsplit(self.url)
         return parts.hostname, parts.port or 80
 
-    async def get(self, path: str) -> bytes:
-        """Returns the body of a response.
+    async def get(self, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """Returns the body of a response; that of a POST if a body is given.
 
         Raises:
             InputError: nobody answers, or not with 200.
         """
         try:
-            async with contextlib.aclosing(self._exchange("GET", path, b"")) as parts:
+            asked = ("GET", path, b"") if body is None else ("POST", path, json.dumps(body).encode())
+            async with contextlib.aclosing(self._exchange(*asked)) as parts:
                 status = await anext(parts)
-                body = b"".join([part async for part in parts])
+                answer = b"".join([part async for part in parts])
         except OSError as error:
             raise InputError(f"{self.url} does not answer: {error.strerror or error}") from None
         if status != 200:
             raise InputError(f"{self.url}{path} answers with status {status}: expected 200")
-        return body
+        return answer
 
     async def answer(self, path: str, body: dict[str, Any]) -> Timed:
         """Returns a streamed answer, which a cancelled task gives up by closing the connection."""

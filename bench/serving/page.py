@@ -66,11 +66,11 @@ def _cancels(rows: list[dict]) -> Iterator[str]:
 
 
 def _soaks(rows: list[dict]) -> Iterator[str]:
-    heads = ["minutes", "requests; failed", "MiB: start, most, end", "MiB per hour, later half", "compiled"]
+    heads = ["minutes", "requests (of the page); failed", "MiB: start, most, end", "MiB per hour, later half", "compiled"]
     yield from table(heads, (_soak(row) for row in rows))
 
 
 def _soak(row: dict) -> list[str]:
     sizes = ", ".join(f"{row[name]:,.0f}" for name in ("rss_start_mib", "rss_most_mib", "rss_end_mib"))
-    counts = f"{row['requests']:,}; {row['failed']}"
+    counts = f"{row['requests']:,} ({row.get('looks', 0):,}); {row['failed']}"
     return [f"{row['minutes']:g}", counts, sizes, f"{row['rss_mib_per_hour']:,.0f}", str(row["compiled_after_warmup"])]

@@ -16,6 +16,7 @@ from icejax.checks.errors import InputError
 
 PROGRAMS, EXTENTS, BYTES = "icejax_compiled_programs", "icejax_free_extents", "process_resident_memory_bytes"
 WARM_TOKENS = 8
+LOOKS = 4  # of so many requests of `soak` one is the page's
 SAMPLE_S = 5.0  # seconds between two looks at a server's memory
 
 
@@ -92,14 +93,18 @@ async def soak(
 ) -> dict:
     """Returns the row of random requests over some minutes: the server's memory at the start, at the end and per hour.
 
-    The slope is that of the later half of the time, when caches and queues have been filled once.
+    One of four is the page's, with the other requests that the page sends. The slope is that of the later half of the time,
+    when caches and queues have been filled once.
     """
     server, answers, end = subject.server, list[Timed](), time.monotonic() + 60 * minutes
-    times, sizes = list[float](), list[float]()
+    times, sizes, asked, looks = list[float](), list[float](), 0, 0
 
     async def client() -> None:
+        nonlocal asked, looks
         while time.monotonic() < end:
-            answers.append(await subject.answer(questions.random(most_prompt, most_answer)))
+            question, is_look = questions.random(most_prompt, most_answer), asked % LOOKS == 0
+            asked, looks = asked + 1, looks + is_look
+            answers.append(await (subject.look if is_look else subject.answer)(question))
 
     async def watch() -> None:
         while True:
@@ -112,7 +117,7 @@ async def soak(
     watcher.cancel()
     fail_if_none(answers)
     memory = dict(rss_start_mib=sizes[0], rss_end_mib=sizes[-1], rss_most_mib=max(sizes), rss_mib_per_hour=slope(times, sizes))
-    return rounded(dict(part="soak", minutes=minutes, requests=len(answers)) | failures(answers) | memory)
+    return rounded(dict(part="soak", minutes=minutes, requests=len(answers), looks=looks) | failures(answers) | memory)
 
 
 async def idle(subject: OverHttp, *, seconds: float = 60.0) -> None:

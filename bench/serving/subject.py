@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import h11
 import numpy as np
 from rich.console import Console
 
@@ -16,11 +18,15 @@ from bench.llama_cpp import text_tokens
 from bench.serving.client import Http, Timed
 from icejax.api.engine import Engine
 from icejax.api.prompts import chat
+from icejax.checks.errors import InputError
 from icejax.commands import options, serve
 from icejax.commands.loading import load
 from icejax.engine.sampling import Sampling
 from icejax.serving.parameters import NO_EOS
 from icejax.serving.warm import warm_up
+
+PAGE = ("/", "/page/main.js", "/page/style.css")
+PASSAGE = 40  # tokens around a place that is clicked on
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,19 @@ class OverHttp:
 
     async def answer(self, question: Question) -> Timed:
         return await self.server.answer(self.path, self.body(question))
+
+    async def look(self, question: Question) -> Timed:
+        """Returns an answer that tells what it looks at, behind the other requests of the page, as a browser sends them."""
+        asked = time.perf_counter()
+        try:
+            for path in PAGE:
+                await self.server.get(path)
+            about = json.loads(await self.server.get("/v1/icejax"))
+            tokens = json.loads(await self.server.get("/tokenize", dict(prompt=question.text)))["tokens"]
+            await self.server.get("/detokenize", dict(tokens=tokens[:PASSAGE]))
+        except (InputError, h11.RemoteProtocolError) as error:
+            return Timed(asked, error=str(error))
+        return await self.server.answer(self.path, self.body(question) | dict(explain=about["can_explain"]))
 
 
 @dataclass(frozen=True)

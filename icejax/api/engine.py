@@ -51,6 +51,7 @@ class Engine:
         cache_choice: a line that says which cache was chosen and why; None: the caller named one.
         report: the cache and the bytes that it reserves for each row, as in a response's `run`.
         full_kv_bytes: bytes that a full cache takes for `context_length` tokens.
+        can_explain: whether a request may ask to `explain`.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Engine:
             self._thread = EngineThread(lambda: Core(model, tokenizer, policy, sizes, **options), most_waiting=max_queue)
         self.report, token_bytes = self._thread.constants.report, self._thread.constants.token_bytes
         self.full_kv_bytes = token_bytes * self.context_length
+        self.can_explain = self.report.host_kv_bytes > 0 and processes_of(model.mesh) == 1
         weakref.finalize(self, self._thread.close)  # a notebook that starts another engine has no memory for two
 
     def __enter__(self) -> Engine:

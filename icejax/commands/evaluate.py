@@ -16,10 +16,11 @@ from icejax.api.choice import batch_choice
 from icejax.api.prompts import check_context
 from icejax.cache.options import make_policy
 from icejax.cache.protocol import CachePolicy
-from icejax.cache.registry import display_name
+from icejax.cache.registry import IN_PAGES, ON_DEVICE, display_name
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import POSITIONS, integer, integers
 from icejax.commands import options
+from icejax.commands.group import in_group, is_first
 from icejax.commands.loading import load, model_name, tell_cache
 from icejax.commands.options import Parser
 from icejax.commands.terminal.process import ending, write
@@ -27,6 +28,7 @@ from icejax.engine.snapshot.fingerprint import fingerprint, weights_sum
 from icejax.evaluation.answers import Answers
 from icejax.files import private
 from icejax.models.decoder import CausalLM
+from icejax.runtime import processes
 from icejax.runtime.out_of_memory import report_out_of_memory
 
 AGAINST = "full"  # the cache that others are compared with, unless the command line names one
@@ -57,7 +59,10 @@ def parser(name: str) -> Parser:
     tasks.add_argument("--gen-kwargs", "--gen_kwargs", metavar="KEY=VALUE,...", help=gen_help)
     tasks.add_argument("--chat", "--apply_chat_template", action="store_true", help="put prompts into the chat template")
     tasks.add_argument("--system", "--system_instruction", metavar="TEXT", help="system message, with --chat")
-    tasks.add_argument("--against", metavar="CACHE", help="score this cache too, and the difference sample by sample")
+    against_help = "score this cache too, and the difference sample by sample; --cache auto takes another one"
+    tasks.add_argument("--against", metavar="CACHE", help=against_help)
+    log_help = "lm-eval's option; without effect, because samples are always written"
+    tasks.add_argument("-s", "--log-samples", "--log_samples", action="store_true", help=log_help)
     tasks.add_argument("--batch-size", type=int, default=4, metavar="N", help="rows that run together (default: %(default)s)")
     output_help = "where scores, samples, answers and the report are written; a run there goes on (default: evaluation)"
     tasks.add_argument("-o", "--output", type=Path, default=Path("evaluation"), metavar="DIR", help=output_help)
@@ -65,6 +70,7 @@ def parser(name: str) -> Parser:
     options.add_quiet(parser)
     options.add_model(parser)
     options.add_cache(parser)
+    options.add_processes(parser, "0 writes the scores")
     return parser
 
 
@@ -73,15 +79,16 @@ def _parse_and_run(argv: list[str] | None, name: str) -> None:
     for package, use in PACKAGES.items():
         if importlib.util.find_spec(package) is None:
             raise InputError(f"{use}, which is not installed: pip install 'icejax[evaluate]'")
-    if arguments.compare is not None:
+    if arguments.compare is None and arguments.tasks is None:
+        raise InputError("--tasks NAMES is needed, such as --tasks gsm8k,humaneval, or --compare DIR to compare finished runs")
+    advice = "use a smaller --batch-size or --context-length, or a 16-bit --dtype"
+    with in_group(arguments, name, alone=("compare", "ray")), report_out_of_memory(advice, None):
+        if arguments.compare is None:
+            _run(arguments, Console(stderr=True))
+            return
         if arguments.tasks is not None:
             raise InputError("--compare reads runs that are there, and runs none: leave --tasks out")
         _report(arguments, arguments.compare)
-        return
-    if arguments.tasks is None:
-        raise InputError("--tasks NAMES is needed, such as --tasks gsm8k,humaneval, or --compare DIR to compare finished runs")
-    with report_out_of_memory("use a smaller --batch-size or --context-length, or a 16-bit --dtype", None):
-        _run(arguments, Console(stderr=True))
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -106,15 +113,21 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
     if other is not None and other == policy:
         raise InputError(f"--against {arguments.against} is the cache that is scored: name another one")
     model, tokenizer = loaded(arguments, console)
-    if policy is None:
+    if policy is None and other in (ON_DEVICE, IN_PAGES):
+        policy = IN_PAGES if other == ON_DEVICE else ON_DEVICE
+        tell_cache(arguments, f"{display_name(policy)}: --against names {display_name(other)}", console)
+    elif policy is None:
         tokens = dict(prompt_tokens=check_context(model, arguments.context_length) - 1, new_tokens=MAX_GEN_TOKS)
         limits = options.memory_limits(arguments)
         choice = batch_choice(model, batch_size=arguments.batch_size, joins=True, **tokens, **limits)
         policy = choice.policy
         tell_cache(arguments, choice.reason, console)
-    policies = [policy] if other in (None, policy) else [policy, other]
+    policies = [policy] if other is None else [policy, other]
     models = (harness_model(arguments, model, tokenizer, policy, _stream(arguments)) for policy in policies)
-    _report(arguments, [score(arguments, one) for one in models])
+    folders = [score(arguments, one) for one in models]
+    if is_first(arguments):
+        _report(arguments, folders)
+    processes.from_first(None)  # at the end of a group the others wait for a minute only
 
 
 def loaded(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any]:
@@ -163,15 +176,19 @@ def harness_model(
     """
     from icejax.evaluation.harness import HarnessModel
 
-    private.make_folder(folder := cache_folder(arguments, policy))
     identity = fingerprint(model, policy, tokenizer) | dict(weights=weights_sum(model), context=arguments.context_length)
+    answers = Answers()
+    if is_first(arguments):
+        private.make_folder(folder := cache_folder(arguments, policy))
+        answers = Answers(folder / "answers.jsonl", identity)
+    answers.share()
     sizes = dict(batch_size=arguments.batch_size, max_gen_toks=MAX_GEN_TOKS, max_length=arguments.context_length)
     return HarnessModel(
         model,
         tokenizer,
         cache=policy,
         host_memory_limit=options.memory_limits(arguments)["host_memory_limit"],
-        answers=Answers(folder / "answers.jsonl", identity),
+        answers=answers,
         stream=stream,
         **sizes,
     )
@@ -202,5 +219,6 @@ def score(arguments: argparse.Namespace, harness_model: Any) -> Path:
 
     scores, folder = run_tasks(arguments, harness_model), cache_folder(arguments, harness_model.cache)
     scores.results[ABOUT] = about(harness_model, model_name(arguments.model), chat=arguments.chat)
-    scores.save(folder)
+    if is_first(arguments):
+        scores.save(folder)
     return folder

@@ -15,7 +15,7 @@ from icejax.cache.registry import IN_PAGES
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
 from icejax.commands import options
-from icejax.commands.group import in_group, prints_answers, read_in_group
+from icejax.commands.group import in_group, is_first, read_in_group
 from icejax.commands.loading import load, resume_or_start, tell_cache, with_model_sampling
 from icejax.commands.many import run as many
 from icejax.commands.requests import PromptLine, check_template_use
@@ -41,7 +41,7 @@ def _parse_and_run(argv: list[str] | None, name: str) -> None:
     if arguments.verbose:
         logging.getLogger("icejax").setLevel(logging.INFO)
     advice = "use a shorter prompt, a smaller --batch-size, or a 16-bit --dtype"
-    with in_group(arguments, name), report_out_of_memory(advice, arguments.session):
+    with in_group(arguments, name, alone=("session", "explain", "output")), report_out_of_memory(advice, arguments.session):
         run(arguments, Console(stderr=True))
 
 
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         policy = IN_PAGES if policy is None else policy  # it shows what pages bring
         texts = dict(context_length=arguments.context_length, parse_special=answer_options.parse_special)
         explanation = _explanation(model, tokenizer, policy, requests, **texts)
-    prints = prints_answers(arguments)
+    prints = is_first(arguments)
     responses, streaming = [], prints and len(prompts) == 1 and not arguments.json and not arguments.no_stream
     with Phases(console, quiet=arguments.quiet) as phases:
         stream = stream_generate(

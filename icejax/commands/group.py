@@ -13,27 +13,31 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 from icejax.checks.errors import InputError, quoted
 from icejax.commands.requests import PromptLine, read_prompts
 from icejax.runtime import processes
-from icejax.runtime.processes import LOST_LINE
+from icejax.runtime.processes import LOST_LINE, GroupError
 from icejax.text import tokenizer_errors
 
 LOST = 1  # exit status of a process whose group has lost another one
 ABSENT_LINE = "not all processes of the group have joined it in five minutes: see that the coordinator's port can be reached"
-OWN = ("process", "compile_cache", "quiet", "verbose")  # options that may differ from process to process
+# Options that may differ from process to process; the last ones are those of process 0's port. Keys are sent to nobody.
+OWN = ("process", "compile_cache", "quiet", "verbose", "host", "port", "api_key", "no_auth")
 _stderr: list[int] = []  # the command's own, and the file that C++ code writes to in its place
 
 
 @contextlib.contextmanager
-def in_group(arguments: argparse.Namespace, name: str) -> Iterator[None]:
+def in_group(arguments: argparse.Namespace, name: str, *, alone: Sequence[str]) -> Iterator[None]:
     """Runs the block in the group of processes of the command line, if it names one.
 
     In processes other than the first, `arguments.quiet` is set. The block runs to its end in all processes, or in none: they
     wait for each other at its end, and the failure of one ends the others with a line and the status `LOST`.
+
+    Args:
+        alone: names of options that a group does not have.
 
     Raises:
         InputError: an option of the group is invalid or missing, or a process has other options than the first.
@@ -44,9 +48,9 @@ def in_group(arguments: argparse.Namespace, name: str) -> Iterator[None]:
                 raise InputError(f"--{option} needs --coordinator HOST:PORT")
         yield
         return
-    for option in ("session", "explain", "output"):
+    for option in alone:
         if getattr(arguments, option) is not None:
-            raise InputError(f"--{option} runs in one process: leave --coordinator out")
+            raise InputError(f"--{option.replace('_', '-')} runs in one process: leave --coordinator out")
     if arguments.mesh is None:
         raise InputError("--coordinator needs --mesh heads=N: the processes share the KV heads of one model")
     processes.membership(arguments.coordinator, arguments.processes, arguments.process)
@@ -58,10 +62,16 @@ def in_group(arguments: argparse.Namespace, name: str) -> Iterator[None]:
             yield
             processes.leave()
         except (RuntimeError, ValueError) as error:
-            if isinstance(error, InputError) or not processes.is_loss(error):
+            if isinstance(error, InputError) or not (isinstance(error, GroupError) or processes.is_loss(error)):
                 raise
-            print(f"{name}: error: {LOST_LINE}", file=sys.stderr, flush=True)
-            os._exit(LOST)  # Python's own end would wait for the others
+            line = error if isinstance(error, GroupError) else LOST_LINE
+            print(f"{name}: error: {line}", file=sys.stderr, flush=True)
+            abandon(LOST)
+
+
+def abandon(status: int) -> NoReturn:
+    """Ends this process at once, and so its group: Python's own end would wait for the others."""
+    os._exit(status)
 
 
 def read_in_group(arguments: argparse.Namespace) -> list[PromptLine]:
@@ -74,8 +84,8 @@ def read_in_group(arguments: argparse.Namespace) -> list[PromptLine]:
     ]
 
 
-def prints_answers(arguments: argparse.Namespace) -> bool:
-    """Says whether this process prints the answers: of a group the first one does."""
+def is_first(arguments: argparse.Namespace) -> bool:
+    """Says whether this process prints or sends the answers: of a group the first one does."""
     return arguments.coordinator is None or processes.is_first()
 
 

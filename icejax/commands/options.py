@@ -77,11 +77,7 @@ def parser(name: str) -> Parser:
     add_model(parser)
     _add_answer(parser)
     add_cache(parser)
-    group = parser.add_argument_group("several processes, with --mesh")
-    coordinator_help = "an address of process 0, or auto: what SLURM, a TPU pod or Kubernetes say of all three"
-    group.add_argument("--coordinator", metavar="HOST:PORT", help=coordinator_help)
-    group.add_argument("--processes", type=int, metavar="N", help="number of processes")
-    group.add_argument("--process", type=int, metavar="I", help="number of this one, from 0; 0 prints the answers")
+    add_processes(parser, "0 prints the answers")
     shown = parser.add_argument_group("what is shown")
     shown.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     shown.add_argument("--no-stream", action="store_true", help="print an answer when it is whole")
@@ -107,6 +103,15 @@ def chat_parser(name: str) -> Parser:
 def add_quiet(group: argparse._ActionsContainer) -> None:
     """Adds the option that silences progress and costs."""
     group.add_argument("--quiet", action="store_true", help="show neither progress nor a table of the cost")
+
+
+def add_processes(parser: Parser, first: str) -> None:
+    """Adds the options of a group of processes; `first` says what process 0 does."""
+    group = parser.add_argument_group("several processes, with --mesh")
+    coordinator_help = "an address of process 0, or auto: what SLURM, a TPU pod or Kubernetes say of all three"
+    group.add_argument("--coordinator", metavar="HOST:PORT", help=coordinator_help)
+    group.add_argument("--processes", type=int, metavar="N", help="number of processes")
+    group.add_argument("--process", type=int, metavar="I", help=f"number of this one, from 0; {first}")
 
 
 def add_ray(group: argparse._ActionsContainer) -> None:

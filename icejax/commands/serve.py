@@ -14,6 +14,7 @@ from rich.console import Console
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import integer, number
 from icejax.commands import options
+from icejax.commands.group import in_group
 from icejax.commands.options import Parser
 from icejax.commands.terminal.process import draining, ending, write
 
@@ -60,6 +61,7 @@ def parser(name: str) -> Parser:
     model_help = "sampling of requests that name none, from generation_config.json (default: OpenAI's, temperature 1)"
     group.add_argument("--sampling", choices=["model"], help=model_help)
     options.add_cache(parser)
+    options.add_processes(parser, "0 answers requests")
     return parser
 
 
@@ -71,7 +73,8 @@ def _parse_and_run(argv: list[str] | None, name: str) -> int:
         raise InputError(f"icejax serve needs {', '.join(missing)}: pip install 'icejax[serve]'")
     from icejax.commands.serving import run  # imports what the extra has
 
-    return run(arguments, Console(stderr=True), tell=write, draining=draining)
+    with in_group(arguments, name, alone=("prefix_dir",)):
+        return run(arguments, Console(stderr=True), tell=write, draining=draining)
 
 
 def check(arguments: argparse.Namespace) -> None:

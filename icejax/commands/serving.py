@@ -14,6 +14,7 @@ from icejax.api.engine import Engine
 from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.generation_config import proposed_sampling
 from icejax.commands import options, serve
+from icejax.commands.group import abandon, is_first
 from icejax.commands.loading import load, tell_cache
 from icejax.commands.terminal.phases import Phases
 from icejax.engine.sampling import Sampling
@@ -46,8 +47,7 @@ def prepared(arguments: argparse.Namespace, console: Console) -> tuple[Service, 
             folder = resolve(generate.ASSETS if arguments.model is None else arguments.model, revision=arguments.revision)
             service.sampling = proposed_sampling(folder)
             Sampling(**service.sampling)
-        cache, limits = options.policy(arguments), options.memory_limits(arguments)
-        engine = Engine(model, tokenizer, cache=cache, **limits, **serve.engine_options(arguments))
+        engine = _engine(arguments, model, tokenizer)
         if engine.cache_choice is not None:
             tell_cache(arguments, engine.cache_choice, console)
         with Phases(console, quiet=arguments.quiet) as phases:
@@ -56,6 +56,11 @@ def prepared(arguments: argparse.Namespace, console: Console) -> tuple[Service, 
         return model, tokenizer, engine
 
     return service, start
+
+
+def _engine(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any) -> Engine:
+    cache, limits = options.policy(arguments), options.memory_limits(arguments)
+    return Engine(model, tokenizer, cache=cache, **limits, **serve.engine_options(arguments))
 
 
 def run(
@@ -67,6 +72,8 @@ def run(
 ) -> int:
     """Serves until a signal; returns the exit status, 1 if the engine has failed.
 
+    In another process than the first of a group it runs what that one runs, until it ends; a signal waits for this.
+
     Args:
         tell: writes a line for the user.
         draining: has a signal call what it is given, as `process.draining`.
@@ -74,18 +81,24 @@ def run(
     Raises:
         InputError: the address, the model or an option cannot be used.
     """
+    advice = "use fewer --slots, a shorter --context-length, or a 16-bit --dtype"
+    if not is_first(arguments):
+        with report_out_of_memory(advice, None), draining(lambda: None):
+            with _engine(arguments, *load(arguments, console)) as engine:
+                engine.follow()
+        return 0
     service, start = prepared(arguments, console)
     server = Server(service, host=arguments.host, port=arguments.port, drain_s=arguments.drain_seconds)
 
     def ready() -> None:
         tell(f"{service.names[0]} is served at {serve.url(arguments.host, server.port)}/v1\n")
 
-    with (
-        report_out_of_memory("use fewer --slots, a shorter --context-length, or a 16-bit --dtype", None),
-        draining(server.drain),
-    ):
+    status = 0
+    with report_out_of_memory(advice, None), draining(server.drain):
         try:
             server.run(start, ready)
         except EngineFailed:  # the log has told of it
-            return 1
-    return 0
+            status = 1
+    if arguments.coordinator is not None and (status or service.engine is None):
+        abandon(status)  # the others wait for this process
+    return status

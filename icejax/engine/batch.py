@@ -286,6 +286,6 @@ def _with_same_fields(*states: DecodeState, plan: Plan) -> list[DecodeState]:
         samplings = [x or RowSampling.of([Sampling()] * size) for x, size in zip(samplings, sizes, strict=True)]
     penalties = neutral_where_none([state.penalties for state in states], sizes)
     # Committed as a step's results are, or what takes them compiles twice.
-    samplings, penalties = jax.device_put((samplings, penalties), home(plan.mesh))
+    samplings, penalties = placed(plan.mesh, (samplings, penalties))
     options = zip(states, samplings, penalties, strict=True)
     return [replace(state, sampling=sampling, penalties=penalty) for state, sampling, penalty in options]

@@ -14,6 +14,7 @@ from typing import Any
 from icejax.checks.errors import InputError
 from icejax.files import private
 from icejax.files.whole_lines import WholeLines
+from icejax.runtime import processes
 
 
 class Answers:
@@ -67,6 +68,10 @@ class Answers:
     def measured(self, key: str) -> dict[str, Any]:
         """Returns the tokens, seconds and bytes that an answer took."""
         return self._measured[key]
+
+    def share(self) -> None:
+        """Gives all processes of a group the first one's answers; all call it."""
+        self._answers, self._measured = processes.from_first([self._answers, self._measured])
 
     def _keep(self, key: str, answer: Any, measured: dict[str, Any]) -> None:
         self._answers[key], self._measured[key] = answer, measured

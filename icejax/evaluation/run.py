@@ -44,6 +44,8 @@ def evaluate(
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     local_names = {name for name in names if data is not None and local.has(name)}
     unknown = [name for name in names if not (name in TASKS or name in local_names or manager.match_tasks([name]))]
+    if unknown and data is None and local.has(unknown[0]):
+        raise InputError(f"the task {unknown[0]} is one of local files: give their folder by --data DIR")
     if unknown:
         raise InputError(f"no task is named {unknown[0]}: lm-eval ls tasks shows all names, and --include-path adds your own")
     setting = Setting(model, data, options.get("limit"), _chat_tokens(model, **options), lengths, text)

@@ -45,6 +45,13 @@ def append_text(
     return buffer
 
 
+def first_slots(buffer: Shaped[Array, "R S *x"], count: Int[Array, " B"]) -> Shaped[Array, "R S *x"]:
+    """Returns `buffer` with the first `count` slots of each row, and zeros in the others."""
+    rows, slots, *rest = buffer.shape
+    held = jnp.arange(slots)[None, :] < jnp.repeat(count, rows // len(count), total_repeat_length=rows)[:, None]
+    return jnp.where(held.reshape(rows, slots, *(1 for _ in rest)), buffer, jnp.zeros((), buffer.dtype))
+
+
 def append_apart(buffer: Float[Array, "R S H"], new: Float[Array, "B K H"], slot: Int[Array, "B K"]) -> Float[Array, "R S H"]:
     """Returns `buffer` with `new` in a slot of its own for each row and KV head."""
     parts = buffer, merge_heads(new)[:, None].astype(buffer.dtype), slot.reshape(-1)

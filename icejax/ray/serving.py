@@ -58,6 +58,9 @@ def server(options: dict[str, Any]) -> Application:
     for name in ("host", "port"):
         if name in options:
             raise InputError(f"{name} is Ray Serve's, which listens for all replicas: set it in its http_options")
+    for name in ("coordinator", "processes", "process"):
+        if name in options:
+            raise InputError(f"{name} is for one model over several processes, and a replica is one: leave it out")
     line = []
     for name, value in options.items():
         line += [f"--{name.replace('_', '-')}", *([] if str(value).lower() == "true" else [str(value)])]

@@ -26,7 +26,7 @@ from icejax.runtime import processes
 from icejax.runtime.processes import LOST_LINE, GroupError
 
 HEADER = struct.Struct("<I32s")  # length of the JSON, and the MAC
-MOST_BYTES = 2**30  # of a message
+MOST_BYTES, HELLO_BYTES = 2**30, 64  # of a message, and of the first one, before which anybody may send
 CONNECT_S, HELLO_S = 60.0, 5.0  # seconds for all connections, and for the first message of one
 HELLO = 2**64 - 1  # number of the message with which a process names itself
 
@@ -75,8 +75,7 @@ class Channel:
     def close(self) -> None:
         """Ends the connections."""
         for each in self._sockets:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+            _shut(each)
             each.close()
 
 
@@ -119,12 +118,19 @@ def _accepted(listening: socket.socket, key: bytes, count: int) -> list[socket.s
             connection, _ = listening.accept()
         except TimeoutError:
             raise GroupError(f"{len(connections)} of {count} processes have connected in {CONNECT_S:.0f} s") from None
-        connection.settimeout(HELLO_S)
+        late = threading.Timer(HELLO_S, _shut, (connection,))  # a timeout would begin anew with every byte
+        late.start()
         try:
-            connections[_received(connection, key, HELLO)] = connection
+            connections[_received(connection, key, HELLO, most=HELLO_BYTES)] = connection
         except GroupError:
             connection.close()
+        late.cancel()
     return [*connections.values()]
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _mac(text: bytes, key: bytes, number: int) -> bytes:
@@ -136,10 +142,14 @@ def _frame(value: Any, key: bytes, number: int) -> bytes:
     return HEADER.pack(len(text), _mac(text, key, number)) + text
 
 
-def _received(connection: socket.socket, key: bytes, number: int) -> Any:
-    """Returns the message with this number; GroupError if the other end has closed, or the message is another."""
+def _received(connection: socket.socket, key: bytes, number: int, *, most: int = MOST_BYTES) -> Any:
+    """Returns the message with this number, of at most `most` bytes.
+
+    Raises:
+        GroupError: the other end has closed, or the message is another.
+    """
     size, mac = HEADER.unpack(_bytes(connection, HEADER.size))
-    text = _bytes(connection, size) if size <= MOST_BYTES else b""
+    text = _bytes(connection, size) if size <= most else b""
     if not hmac.compare_digest(mac, _mac(text, key, number)):
         raise GroupError("a message between the processes of the group was not sent by one of them, or was changed on its way")
     return json.loads(text)

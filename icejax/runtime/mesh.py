@@ -119,7 +119,11 @@ def placed(mesh: Mesh | None, arrays: Any, cuts: Any = WHOLE) -> Any:
     """Returns arrays at `home`; random keys too, which `jax.device_put` takes to the devices of one process alone."""
     if processes_of(mesh) == 1:
         return jax.device_put(arrays, home(mesh, cuts))
-    return jax.jit(lambda *x: x, out_shardings=(home(mesh, cuts),))(arrays)[0]
+    return jax.jit(_same, out_shardings=(home(mesh, cuts),))(arrays)[0]
+
+
+def _same(*arrays: Any) -> Any:
+    return arrays
 
 
 def total(mesh: Mesh | None, x: jax.Array) -> jax.Array:

@@ -162,6 +162,12 @@ def from_first(value: Any) -> Any:
     return json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)[:size]))
 
 
+def whole(x: Any) -> np.ndarray:
+    """Returns an array's values; if several processes have parts of it, all of them call this."""
+    shared = isinstance(x, jax.Array) and not x.is_fully_addressable
+    return multihost_utils.process_allgather(x, tiled=True) if shared else np.asarray(x)
+
+
 def check_alike(what: str, value: Any) -> None:
     """Raises InputError, which begins with `what`, if the `repr` of `value` is not that of the first process's."""
     own = hashlib.sha256(repr(value).encode()).hexdigest()

@@ -1,11 +1,11 @@
 """A sandbox for untrusted programs, on Linux from 6.2: ``run(program)``, for benchmarks of code.
 
-The program has no network, sees no other process and can write only inside one temporary folder. The means are namespaces
-(unshare(2)), read-only mounts (mount_setattr(2)), and Landlock, which prevents new mounts and closes devices. Environment,
-input and output are empty. Memory, processor time, the number and sizes of files and the number of processes are limited, and
-root's rights are given up. A keeper process ends the program, and all processes that the program started, when its time is over
-or the caller is gone. Two things stay open: the program can read files, though it cannot send them anywhere, and it can talk to
-local sockets that have a name in the file system.
+The program has no network and sees no other process. It reads only Python's library, shared libraries of the system and one
+temporary folder, and writes only in that folder. The means are namespaces (unshare(2)), read-only mounts (mount_setattr(2)),
+Landlock, which closes all other files and devices and prevents new mounts, and a filter of system calls (seccomp(2)), without
+which a program could reach local sockets that have a name in the file system. Environment, input and output are empty. Memory,
+processor time, the number and sizes of files and the number of processes are limited, and root's rights are given up. A keeper
+process ends the program, and all processes that the program started, when its time is over or the caller is gone.
 
 This file is also the keeper's program, so it imports only the standard library.
 """
@@ -46,6 +46,13 @@ VERSION, BENEATH, TRUNCATES = (
     3,
 )  # asks for Landlock's version; a rule for a path; the first version that can forbid truncating files
 WRITE_FILE, WRITES = 0x2, 0x7FF2  # writing a file; writing, and removing, making, moving and truncating anything
+READ_FILE, READS = 0x4, 0xC  # reading a file; reading, and listing a folder
+LIBRARIES = (os.path.dirname(os.__file__), f"{sys.base_prefix}/lib", f"{sys.base_exec_prefix}/lib")  # of Python
+LIBRARIES += ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+# Of each processor its name in linux/audit.h, and its numbers of socket(2) and socketpair(2).
+SOCKETS = {"x86_64": (0xC000003E, 41, 53), "aarch64": (0xC00000B7, 198, 199), "riscv64": (0xC00000F3, 198, 199)}
+IO_URING, X32 = 425, 0x40000000  # io_uring_setup(2), which makes sockets too; the first number of x86-64's other table of calls
+FILTER, STREAM = (22, 2), 1  # of prctl(2), for a filter of system calls; the type of a socket
 
 
 class Unsafe(Exception):
@@ -66,6 +73,8 @@ def run(program: str, *, seconds: int = 10) -> str:
     """
     if not sys.platform.startswith("linux"):
         raise Unsafe(f"{sys.platform} has no namespaces and no Landlock, Linux has")
+    if (machine := os.uname().machine) not in SOCKETS:
+        raise Unsafe(f"the numbers of the system calls of {machine} are not known, those of {', '.join(SOCKETS)} are")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "program.py").write_text(program, encoding="utf-8", errors="replace")
         command = [sys.executable, "-I", "-S", __file__, folder, str(seconds)]
@@ -79,7 +88,7 @@ def run(program: str, *, seconds: int = 10) -> str:
 
 
 def confine(folder: str) -> None:
-    """Closes the network to this process and all that it starts, and all writing outside `folder`.
+    """Closes the network to this process and all that it starts, and all files but those of `folder` and, to read, `LIBRARIES`.
 
     Raises:
         Unsafe: the machine lacks one of the means; some may have been used.
@@ -104,12 +113,33 @@ def confine(folder: str) -> None:
     landlock = "no Landlock that keeps files as they are, from Linux 6.2"
     if call(landlock, libc.syscall, CREATE_RULESET, None, 0, VERSION) < TRUNCATES:
         raise Unsafe(landlock)
-    rules = call(landlock, libc.syscall, CREATE_RULESET, struct.pack("Q", WRITES), 8, 0)
-    for path, allowed in ((folder, WRITES), (os.devnull, WRITE_FILE)):
+    rules = call(landlock, libc.syscall, CREATE_RULESET, struct.pack("Q", WRITES | READS), 8, 0)
+    libraries = ((path, READS if os.path.isdir(path) else READ_FILE) for path in LIBRARIES if os.path.exists(path))
+    for path, allowed in ((folder, WRITES | READS), (os.devnull, WRITE_FILE | READ_FILE), *libraries):
         rule = struct.pack("=Qi", allowed, os.open(path, os.O_PATH))
         call(landlock, libc.syscall, ADD_RULE, rules, BENEATH, rule, 0)
     call(landlock, libc.prctl, NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     call(landlock, libc.syscall, RESTRICT_SELF, rules, 0)
+    code = _without_sockets(*SOCKETS[os.uname().machine])
+    program = ctypes.create_string_buffer(code, len(code))
+    pointer = ctypes.create_string_buffer(struct.pack("@HP", len(code) // 8, ctypes.addressof(program)))
+    call("no filter of system calls", libc.prctl, *FILTER, ctypes.addressof(pointer), 0, 0)
+
+
+def _without_sockets(processor: int, socket: int, pair: int) -> bytes:
+    """Returns the instructions of a filter (linux/filter.h) that refuses sockets, but for pairs of connected streams.
+
+    An instruction has an operation, how many are skipped if it holds and if it does not, and a number. What is loaded stands in
+    `struct seccomp_data`: the call's number at 0, the processor at 4, the second argument at 24.
+    """
+    load, equal, at_least, every, end = 0x20, 0x15, 0x35, 0x54, 0x06
+    refuse, allow = 0x50000 | 1, 0x7FFF0000  # EPERM
+    instructions = (
+        (load, 0, 0, 4), (equal, 0, 8, processor),
+        (load, 0, 0, 0), (equal, 6, 0, socket), (equal, 5, 0, IO_URING), (at_least, 4, 0, X32), (equal, 0, 4, pair),
+        (load, 0, 0, 24), (every, 0, 0, 0xF), (equal, 1, 0, STREAM), (end, 0, 0, refuse), (end, 0, 0, allow),
+    )  # fmt: skip
+    return b"".join(struct.pack("HBBI", *line) for line in instructions)
 
 
 def _keep(folder: str, seconds: int) -> int:

@@ -112,9 +112,10 @@ class Answers:
         return None if self._left else [join(parts[at]) for at in sorted(parts)]
 
     async def _next(self, patience: float | None) -> tuple[int, Piece]:
-        if not self._queue.empty():  # a timeout costs a task
+        if not self._queue.empty():
             return self._queue.get_nowait()
-        return await asyncio.wait_for(self._queue.get(), patience)
+        async with asyncio.timeout(patience):  # wait_for would make a task for each token
+            return await self._queue.get()
 
     def _count(self, number: int, at: int, piece: GenerationResponse) -> None:
         now = time.monotonic()

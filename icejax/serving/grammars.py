@@ -1,4 +1,6 @@
-"""The grammar that a request asks for: OpenAI's `response_format`, and vLLM's `structured_outputs` and `guided_*`."""
+"""The grammar that a request asks for: OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*`, and llama.cpp's
+`grammar` and `json_schema`.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ from icejax.serving.parameters import checked
 from icejax.serving.schemas import AnswerFields
 from icejax.text.grammar.rules import Grammar
 
-MAKERS = {"json": Grammar.json_schema, "regex": Grammar.regex, "choice": Grammar.choice}
-GUIDED = {f"guided_{name}": name for name in MAKERS}
+MAKERS = {"json": Grammar.json_schema, "regex": Grammar.regex, "choice": Grammar.choice, "grammar": Grammar.context_free}
+FIELDS = {f"guided_{name}": name for name in MAKERS} | {"grammar": "grammar", "json_schema": "json"}  # and what they are
 
 
 def grammar_of(fields: AnswerFields) -> Grammar | None:
     """Returns the grammar of the answers; None: they may be anything. ApiError 400 for two, or one that cannot be made."""
-    asked = {name: (kind, value) for name, kind in GUIDED.items() if (value := getattr(fields, name)) is not None}
+    asked = {name: (kind, value) for name, kind in FIELDS.items() if (value := getattr(fields, name)) is not None}
     if fields.structured_outputs is not None:
         asked["structured_outputs"] = _structured(fields.structured_outputs)
     if (fields.response_format or {}).get("type", "text") != "text":
@@ -53,3 +55,13 @@ def _structured(asked: Any) -> tuple[str, Any]:
         message = f"structured_outputs must have one of {', '.join(MAKERS)} and json_object, got {quoted(asked)}"
         raise ApiError(400, message, param="structured_outputs")
     return kind, given[kind]
+
+
+def chat_format(form: dict[str, Any], *, field: str) -> dict[str, Any]:
+    """Returns a form whose schema stands beside its type as the `response_format` of a chat; ApiError 400 without a schema."""
+    if form.get("type") != "json_schema":
+        return form
+    if not isinstance(form.get("schema"), dict):
+        message = f"{field}.format of type json_schema needs a schema, which is an object, got {quoted(form.get('schema'))}"
+        raise ApiError(400, message, param=field)
+    return dict(type="json_schema", json_schema={name: form[name] for name in ("name", "schema", "strict") if name in form})

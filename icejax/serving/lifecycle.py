@@ -26,6 +26,7 @@ from icejax.serving.service import Phase, Service
 LOG = logging.getLogger(__name__)
 BODY_BYTES, TOKEN_BYTES = 2**20, 16  # of a body: for its fields, and for each token of the context
 HEADER_BYTES = 2**16
+LOOK_S = 1.0  # seconds between two looks at the engine, which may fail while nobody asks: a process of its group may end
 Start = Callable[[], tuple[CausalLM, Any, Engine]]
 
 
@@ -90,7 +91,10 @@ class Server:
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         # A thread that nobody waits for: a server that ends while it loads ends at once.
         threading.Thread(target=self._start, args=(start, ready), name="icejax-start", daemon=True).start()
-        await self._ends.wait()
+        while not self._ends.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ends.wait(), LOOK_S)
+            self.service.look_at_engine()
         await self._drained()
         self._server.should_exit = True
         self._server.force_exit = self._error is not None

@@ -18,8 +18,7 @@ from icejax.text.detokenize import stop_strings
 SAMPLING = [field.name for field in dataclasses.fields(Sampling)]
 # Fields that ask for something which is not built; the names of their values that ask for nothing.
 NOT_BUILT = (
-    "min_tokens use_beam_search prompt_logprobs stop_token_ids logits_processors guided_grammar functions audio "
-    "web_search_options"
+    "min_tokens use_beam_search prompt_logprobs stop_token_ids logits_processors functions audio web_search_options"
 ).split()
 NO_EOS = -100.0  # logit bias of tokens that must not come
 

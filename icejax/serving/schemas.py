@@ -42,7 +42,7 @@ class StreamOptions(Schema):
 
 
 class AnswerFields(Schema):
-    """The fields that completions and chats share, under OpenAI's names; the last ones are vLLM's, and `explain` is ours."""
+    """The fields of all answers, under OpenAI's names; the last ones are vLLM's or llama.cpp's, and `explain` is ours."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -67,6 +67,9 @@ class AnswerFields(Schema):
     guided_json: dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     explain: bool | None = None
     # Not built:
@@ -75,7 +78,6 @@ class AnswerFields(Schema):
     prompt_logprobs: Any = None
     stop_token_ids: Any = None
     logits_processors: Any = None
-    guided_grammar: Any = None
 
 
 class CompletionRequest(AnswerFields):
@@ -108,12 +110,21 @@ class ChatRequest(AnswerFields):
     web_search_options: Any = None
 
 
+class OutputConfig(Schema):
+    """How much a model thinks, in `/v1/messages`, and the form of its text."""
+
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+
 class MessagesRequest(AnswerFields):
     """The body of `/v1/messages`, as Anthropic has it."""
 
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

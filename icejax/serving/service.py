@@ -144,7 +144,12 @@ class Service:
 
     def failed_on(self, error: BaseException) -> None:
         """Takes an unexpected error of a request: logs its type alone, and stops the server if the engine has failed."""
-        LOG.error("a request failed: %s", type(error).__name__)
+        if self.engine is None or self.engine.failure is None:  # which the engine has told of
+            LOG.error("a request failed: %s", type(error).__name__)
+        self.look_at_engine()
+
+    def look_at_engine(self) -> None:
+        """Stops the server if the engine has failed."""
         if self.engine is not None and self.engine.failure is not None and self.phase is not Phase.FAILED:
             self.phase = Phase.FAILED
             self.fail(self.engine.failure)

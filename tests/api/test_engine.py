@@ -6,12 +6,15 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 import icejax
 from icejax.cache.registry import Full
 from icejax.engine.serving.core import Core
+from icejax.engine.serving.group import FollowingCore
+from icejax.engine.serving.scheduler import Scheduler
 
 TEXTS = ["import os", "x = [", "def f(a):\n    return a", "class A:", "for i in range(10):", "print("]
 SAMPLING = icejax.Sampling(temperature=1.2)
@@ -160,3 +163,11 @@ print(len(next(iter(handles[0])).token_ids))
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (process.returncode, process.stdout, process.stderr) == (0, "1\n", "")
+
+
+def test_an_engine_that_follows_takes_no_calls():
+    core, engine = SimpleNamespace(constants=None, scheduler=Scheduler(2, None)), object.__new__(icejax.Engine)
+    engine._thread = FollowingCore(core, None, SimpleNamespace(config=None), None)
+    assert (engine.step_sizes, engine.load.running, engine.failure) == ((2,), 0, None)
+    with pytest.raises(icejax.InputError, match="^process 0 takes the requests of a group: submit there"):
+        engine.compile_for(2)

@@ -207,7 +207,7 @@ def test_the_page_has_means_of_seeds_and_their_ends(tmp_path):
     ) in lines
     assert any(text.startswith("| `quest` | 64 | 7, all | 50% (50%-50%) | 500 (500-500) |") for text in lines)
     assert "| `quest` | 64 | 0.5 (0.5-0.5) | 0.5 (0.5-0.5) | 3 (2-4) | 50% (50%-50%) |" in lines
-    assert [text for text in lines if "misplaced" in text] == [
+    assert [text for text in lines if text.startswith("| `misplaced")] == [
         "| `misplaced:share=1` | 64 | 0.2500 | 0.5000 | 500 | 50.0% | 1 |"
     ]
     assert sum("`full`" in text for text in lines if text.startswith("|")) == 2

@@ -130,7 +130,7 @@ def test_a_dry_run_prints_commands_of_icejax_evaluate(tmp_path, capsys):
     assert evaluation.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     commands = [shlex.split(line)[2:] for line in lines if line.startswith("icejax evaluate ")]
-    assert len(commands) == 20 and lines[-1].startswith("# 20 runs are left, about ")
+    assert len(commands) == 22 and lines[-1].startswith("# 22 runs are left, about ")
     for parsed in (evaluate.parser("").parse_args(command) for command in commands):
         evaluate.check(parsed)
         weights, cache, batch = parsed.output.name.split("-")
@@ -162,7 +162,9 @@ def test_the_page_has_a_table_for_each_task(tmp_path):
     sessions = [row for row in text.splitlines() if "`snapkv` 256" in row]
     assert [row.split(" | ")[0] for row in sessions] == ["| 4,096", "| 8,192"]
     assert "| -0.250 (-0.500 to +0.125) | 8 | 3.0 | 0.5 |" in sessions[0]
-    assert "### ruler-4096, score" in text and text.count("`q8_0`") == 1 and "ruler_vt" not in text  # a part is no table
+    assert (
+        "### ruler, score\n\n| tokens | cache | score |" in text and text.count("`q8_0`") == 1 and "ruler_vt" not in text
+    )  # a part is no table
     assert (tmp_path / page.PICTURE).read_bytes().startswith(b"\x89PNG")
     (tmp_path / page.PAGE).unlink()
     assert evaluation.main(["--page", "--out", str(tmp_path / "none"), "--results", str(tmp_path)]) == 0

@@ -227,6 +227,13 @@ def test_the_page_has_means_of_lines():
     assert "| 0.0000 | 0.000 | 0 | 0.0% |" in q8_0  # of one text: no interval
 
 
+def test_the_page_compares_our_error_with_others():
+    errors = [("clustered", "64", 0.02), ("topk", "64", 0.1), ("topk", "256", 0.04), ("q8_0", "all", 0.01)]
+    lines = [line(policy=policy, error=error) | dict(budget=budget) for policy, budget, error in errors]
+    *_, row = forced_page._shares(forced_page.rows_of(lines))
+    assert row == "| m | 1,024 | `clustered` | 64 | 0.200 | 2.000 | - |"
+
+
 def test_texts_of_all_tasks_come_in_groups_that_fit(ours, monkeypatch):
     config = ours.config
     heads = 2 * (config.num_attention_heads + config.num_key_value_heads)

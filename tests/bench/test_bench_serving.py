@@ -84,7 +84,7 @@ def test_every_part_has_its_rows(capsys, monkeypatch):
         assert (row["completed"], row["failed"], row["total_output_tokens"]) == (4, 0, 16) and row["p99_itl_ms"] > 0
     assert [row["cached_tokens"] for row in rows[2:5]] == [0, 0, 512]
     assert rows[-2]["extents_leaked"] == 0 and rows[-2]["cancels"] == 20 and rows[-2]["free_extents"] > 0
-    assert rows[-1]["failed"] == 0 and rows[-1]["rss_end_mib"] > 100
+    assert rows[-1]["failed"] == 0 and rows[-1]["rss_end_mib"] > 100 and 0 < rows[-1]["looks"] <= rows[-1]["requests"]
 
 
 FAKE_LLAMA = """

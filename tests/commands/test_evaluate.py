@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from icejax.api.generate import ASSETS
+from icejax.cache.registry import display_name
 from icejax.commands import evaluate
 from tests import tolerances
+from tests.helpers.in_processes import generate, model_folder, start
 
 pytest.importorskip("lm_eval")
 TASK = """
@@ -87,6 +89,29 @@ def test_two_caches_are_scored_in_pairs_and_a_run_goes_on(tmp_path, tasks, capfd
     assert "another model, cache or context length" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "options, caches",
+    [
+        (["--against", "full"], ["clustered 256", "full None"]),
+        (["--against", "clustered"], ["full None", "clustered 256"]),
+        (["--against", "full", "--budget", "64"], ["clustered 64", "full None"]),
+        (["--against", "snapkv", "--cache", "full"], ["full None", "snapkv 256"]),
+        (["--against", "snapkv"], ["full None", "snapkv 256"]),  # a short context fits the device
+        ([], ["full None"]),
+    ],
+)
+def test_a_cache_that_nobody_names_is_not_the_one_it_is_compared_with(tmp_path, bundled, monkeypatch, options, caches):
+    scored = []
+    monkeypatch.setattr(evaluate, "loaded", lambda *_: bundled)
+    monkeypatch.setattr(evaluate, "harness_model", lambda arguments, model, tokenizer, policy, stream: policy)
+    monkeypatch.setattr(evaluate, "score", lambda arguments, policy: scored.append(policy))
+    monkeypatch.setattr(evaluate, "_report", lambda *_: None)
+    # The names and flags of lm-evaluation-harness are options too.
+    harness = ["--num_fewshot", 2, "--gen_kwargs", "max_gen_toks=4", "--log_samples", "--limit", 1, "--apply_chat_template"]
+    assert run("--tasks", "letters", "--output", tmp_path, "--context-length", 512, *harness, *options) == 0
+    assert [f"{display_name(policy)} {policy.budget}" for policy in scored] == caches
+
+
 @pytest.mark.slow
 def test_tasks_over_local_files_and_their_group(tmp_path, capsys):
     (tmp_path / "longchat").mkdir()
@@ -137,6 +162,24 @@ def test_a_files_perplexity_is_transformers_at_each_position(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_two_processes_score_as_one(tmp_path, capsys):
+    (tmp_path / "text").write_text("".join(f"he {i} 12 x he he x\n\n" for i in range(60)))
+    task = f"--tasks perplexity --text {tmp_path / 'text'} --lengths 64 --limit 2 --context-length 256 --cache full --output".split()
+    started = start(*generate(model_folder(tmp_path), 2, *task, str(tmp_path / "two"), command="evaluate"))
+    try:
+        ends = [process.communicate(timeout=600) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], ends
+    assert "perplexity" in ends[0][0] and ends[1][0] == ""
+    assert run("--model", tmp_path, *task, tmp_path / "one", "--compile-cache", "none") == 0
+    files = [tmp_path / name / "full" / "samples_perplexity.jsonl" for name in ("one", "two")]
+    one, two = ([json.loads(line)["nll"] for line in file.read_text().splitlines()] for file in files)
+    assert len(two) == 2 and two == pytest.approx(one, abs=tolerances.LOGITS)
+
+
+@pytest.mark.slow
 def test_functions_are_asked_for_in_sessions(tmp_path, capsys, monkeypatch):
     tasks = "multi_turn_code,multi_request_code"
     command = [
@@ -170,12 +213,18 @@ def test_functions_are_asked_for_in_sessions(tmp_path, capsys, monkeypatch):
     [
         (["--tasks", "letters", "--system", "x"], "--system needs --chat"),
         (["--tasks", "letters", "--limit", "0"], "--limit must be at least 1, got 0"),
+        (["--tasks", "letters", "--num_fewshot", "-1"], "--num-fewshot must be at least 0, got -1"),
+        (["--tasks", "letters", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["--tasks", "letters", "--data", "/nowhere"], "--data must be a folder, got /nowhere"),
         (["--tasks", "letters", "--cache", "full", "--against", "full"], "is the cache that is scored"),
         (["--tasks", "letters", "--against", "no"], "no"),
         (["--tasks", "letters", "--include-path", "/nowhere"], "--include-path"),
         (["--tasks", "letters", "--compare", "."], "--compare reads runs that are there, and runs none: leave --tasks out"),
         (["--compare", "/nowhere"], "/nowhere has no results.json"),
         ([], "--tasks NAMES is needed"),
+        (["--tasks", "letters", "--processes", "2"], "--processes needs --coordinator HOST:PORT"),
+        (["--compare", ".", "--coordinator", "a:1"], "--compare runs in one process: leave --coordinator out"),
+        (["--tasks", "letters", "--ray", "auto", "--coordinator", "a:1"], "--ray runs in one process: leave --coordinator out"),
         (["--tasks", "niah", "--lengths", "1k"], "--lengths must be whole numbers, comma-separated, got '1k'"),
         (["--tasks", "niah", "--lengths", "0"], "--lengths must be at least 1, got 0"),
     ],

@@ -1,15 +1,19 @@
 """The command `icejax serve`: its options, its refusals, and a process that starts, answers and ends by a signal."""
 
+import contextlib
 import json
 import re
 import signal
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import pytest
 
-from icejax.commands import serve
+import icejax
+from icejax.commands import group, serve
+from tests.helpers.in_processes import generate, model_folder, start
 
 
 def refusal(capsys, *arguments: str) -> str:
@@ -41,6 +45,9 @@ def refusal(capsys, *arguments: str) -> str:
         (["--drain-seconds", "-1"], "--drain-seconds must be a number from 0 to 1e+06, got -1.0"),
         (["--served-model-name", " "], "--served-model-name must be printable text, got ' '"),
         (["--cache", "no"], "unknown cache 'no': expected one of "),
+        (["--processes", "2"], "--processes needs --coordinator HOST:PORT"),
+        (["--coordinator", "a:1"], "--coordinator needs --mesh heads=N: the processes share the KV heads of one model"),
+        (["--coordinator", "a:1", "--mesh", "heads=2", "--prefix-dir", "x"], "--prefix-dir runs in one process: leave --coordinator out"),
     ],
 )  # fmt: skip
 def test_a_bad_option_is_told_before_anything_is_loaded(capsys, monkeypatch, arguments, message):
@@ -161,3 +168,60 @@ def test_a_model_that_does_not_load_is_told_in_one_line(tmp_path):
     process = started("--model", str(tmp_path / "none"))
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (2, "") and err.count("\n") == 1 and "none" in err
+
+
+PROMPT, SEEDED = "he x", dict(seed=3, n=2)
+LOST = f"icejax serve: error: {group.LOST_LINE}\n"
+
+
+def group_of_two(folder: Path, *arguments: str) -> tuple[str, list[subprocess.Popen]]:
+    """Starts a server in two processes; returns its address and them."""
+    pytest.importorskip("uvicorn")
+    sizes = ["--port", "0", "--quiet", "--context-length", "256", "--slots", "1", "--cache", "full"]
+    processes = start(*generate(model_folder(folder), 2, *sizes, *arguments, command="serve"))
+    return processes[0].stdout.readline().rpartition(" ")[2].strip(), processes
+
+
+@pytest.mark.slow
+def test_two_processes_serve_the_text_of_one(tmp_path):
+    """After a warm-up; a signal to the first ends both."""
+    address, processes = group_of_two(tmp_path, "--warmup", "1")
+    try:
+        answers = []
+        for body in (dict(temperature=0), dict(temperature=1) | SEEDED):
+            data = json.dumps(dict(prompt=PROMPT, max_tokens=9) | body).encode()
+            with urllib.request.urlopen(f"{address}/completions", data, timeout=300) as response:
+                answers += [choice["text"] for choice in json.load(response)["choices"]]
+        processes[0].send_signal(signal.SIGTERM)
+        ends = [process.communicate(timeout=120) for process in processes]
+        assert [(process.returncode, *end) for process, end in zip(processes, ends, strict=True)] == [(0, "", "")] * 2
+    finally:
+        for process in processes:
+            process.kill()
+    model, tokenizer = icejax.load(tmp_path)
+    drawn = dict(sampling=icejax.Sampling(temperature=1.0)) | SEEDED
+    alone = [
+        icejax.generate(model, tokenizer, PROMPT, max_new_tokens=9, cache=icejax.Full(), **options) for options in ({}, drawn)
+    ]
+    assert answers == [answer.text for part in alone for answer in part] and len(answers) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_death_of_a_serving_process_ends_the_other_with_a_line(tmp_path, victim):
+    """Of the first while both wait, of the second during an answer."""
+    address, processes = group_of_two(tmp_path, "--warmup", "0")
+    try:
+        body = json.dumps(dict(prompt=PROMPT, max_tokens=200, logit_bias={"2": -100}, stream=True)).encode()
+        with contextlib.ExitStack() as stack:
+            if victim == 1:
+                response = stack.enter_context(urllib.request.urlopen(f"{address}/completions", body, timeout=300))
+                while not response.readline().startswith(b"data:"):
+                    pass
+            processes[victim].kill()
+            out, err = processes[1 - victim].communicate(timeout=60)
+        lost = LOST.replace("error: ", "error: the engine has failed: ") if victim else LOST
+        assert (processes[1 - victim].returncode, out, err) == (group.LOST, "", lost)
+    finally:
+        for process in processes:
+            process.kill()

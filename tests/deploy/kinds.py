@@ -1,4 +1,4 @@
-"""Schemas of what `deploy/` uses: the fields of each kind, from the references of Kubernetes and KubeRay.
+"""Schemas of what `deploy/` uses: the fields of each kind, from the references of Kubernetes, KubeRay and LeaderWorkerSet.
 
 A field that is not listed is refused, so a manifest with a misspelt one fails.
 """
@@ -33,6 +33,7 @@ CONTAINER = fields(
     args=items(TEXT),
     env=items(fields({"name": TEXT}, value=TEXT, valueFrom=SECRET)),
     ports=items(fields({"containerPort": PORT})),
+    readinessProbe=fields({"httpGet": fields({"path": TEXT, "port": PORT})}, timeoutSeconds=PLAIN),
     resources=fields({"limits": each(QUANTITY)}),
     volumeMounts=items(fields({"name": NAME, "mountPath": TEXT}, readOnly=FLAG)),
 )
@@ -40,6 +41,7 @@ POD = fields(
     {"containers": items(CONTAINER)},
     restartPolicy={"enum": ["Always", "OnFailure", "Never"]},
     nodeSelector=each(TEXT),
+    terminationGracePeriodSeconds=PLAIN,
     volumes=items(fields({"name": NAME, "persistentVolumeClaim": fields({"claimName": NAME})})),
 )
 TEMPLATE = fields({"spec": POD}, metadata=fields({}, labels=each(TEXT), annotations=each(TEXT)))
@@ -67,6 +69,19 @@ SPECS = {
     ("ray.io/v1", "RayJob"): fields(
         {"entrypoint": TEXT, "rayClusterSpec": CLUSTER}, backoffLimit=PLAIN, shutdownAfterJobFinishes=FLAG
     ),
+    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): fields(
+        {
+            "leaderWorkerTemplate": fields(
+                {"workerTemplate": TEMPLATE},
+                leaderTemplate=TEMPLATE,
+                size={"type": "integer", "minimum": 1},
+                restartPolicy={"enum": ["RecreateGroupOnPodRestart", "None"]},
+            )
+        },
+        replicas=PLAIN,
+        startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+    ),
+    ("v1", "Service"): fields({"ports": items(fields({"port": PORT}))}, selector=each(TEXT)),
     ("ray.io/v1", "RayService"): fields({"serveConfigV2": TEXT, "rayClusterConfig": CLUSTER}),
 }
 

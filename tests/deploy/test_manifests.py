@@ -92,3 +92,23 @@ def test_ray_has_icejaxs_commands(monkeypatch):
     serve.parser("x").parse_args([word for name, value in own.items() for word in (f"--{name.replace('_', '-')}", str(value))])
     [workers] = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     assert workers["replicas"] == application["args"]["replicas"]
+
+
+@pytest.mark.parametrize("name", ["leader-worker-set.yaml", "leader-worker-set-tpu.yaml"])
+def test_a_group_of_pods_is_a_group_of_processes(name):
+    group, service = manifests(name)
+    parts = group["spec"]["leaderWorkerTemplate"]
+    (leader,), (worker,) = (parts[part]["spec"]["containers"] for part in ("leaderTemplate", "workerTemplate"))
+    assert leader["command"] == worker["command"] and leader["command"][:2] == ["icejax", "serve"]
+    arguments = serve.parser("icejax serve").parse_args(leader["command"][2:] + ["--api-key", "x"])
+    serve.check(arguments)
+    limits = leader["resources"]["limits"]
+    chips = int(limits.get("nvidia.com/gpu") or limits["google.com/tpu"])
+    assert (arguments.coordinator, arguments.mesh) == ("auto", f"heads={parts['size'] * chips}")
+    assert leader["env"] == worker["env"] and leader["env"][0]["name"] == serve.KEY_VARIABLE
+    labels = {"leaderworkerset.sigs.k8s.io/name": group["metadata"]["name"]} | parts["leaderTemplate"]["metadata"]["labels"]
+    [port] = [port["port"] for port in service["spec"]["ports"]]
+    assert service["metadata"]["name"] != group["metadata"]["name"]  # by which the pods know each other
+    assert service["spec"]["selector"] == labels and port == arguments.port == leader["ports"][0]["containerPort"]
+    assert parts["leaderTemplate"]["spec"]["terminationGracePeriodSeconds"] > arguments.drain_seconds
+    assert group["spec"]["startupPolicy"] == "LeaderCreated"  # a leader is ready when its workers have joined

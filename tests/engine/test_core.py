@@ -239,15 +239,18 @@ def longrope(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "places"), [("full", 2), ("full", 1), ("clustered", 2), ("clustered", 1)])
-def test_rows_that_outgrow_the_original_context_equal_themselves(longrope, name, places):
+@pytest.mark.parametrize(
+    ("name", "places", "resizes"),
+    [("full", 2, False), ("full", 1, False), ("clustered", 2, False), ("clustered", 1, False), ("clustered", 2, True)],
+)
+def test_rows_that_outgrow_the_original_context_equal_themselves(longrope, name, places, resizes):
     """Prompts below, at and beyond the original context, in a core of several places and in one of a single place."""
     lengths, limits = (30, 100, 64, 10, 63, 50, 65, 40), (50, 10, 9, 60, 3, 30, 5, 41)
     requests = [
         icejax.Request(prompt=families.tokens(length, seed=length), max_new_tokens=limit)
         for length, limit in zip(lengths, limits, strict=True)
     ]
-    core = core_of(longrope, CACHES[name], places=places, longest=100, new=60)
+    core = core_of(longrope, CACHES[name], places=places, longest=100, new=60, resizes=resizes)
     for i, request in enumerate(requests):
         core.submit(job(request.prompt, i, max_new_tokens=request.max_new_tokens))
     replies = answers(core)

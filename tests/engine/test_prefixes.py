@@ -83,6 +83,9 @@ def test_a_full_cache_is_cut_to_what_a_prompt_shares(models, share):
     assert ask(core, other)[0].cached_tokens == 0  # less than a block
     assert ask(core, first, salt="mine")[0].cached_tokens == 0
     assert core._prefix_cache.prefixes.hits == 300 + 306 + 320 + 289 + 320
+    of_token, of_logits = core.plan.spec.token_bytes * len(core.plan.policies), 4 * model.config.vocab_size
+    for entry in core._prefix_cache.prefixes._entries:  # none holds the end of the entry that it began with
+        assert entry.nbytes == entry.length * of_token + of_logits
 
 
 @pytest.mark.slow

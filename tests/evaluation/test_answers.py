@@ -1,11 +1,13 @@
 """The record of answers: an interrupted run goes on, and answers of another model are refused."""
 
+import json
 import stat
 
 import pytest
 
 from icejax.checks.errors import InputError
 from icejax.evaluation.answers import Answers
+from icejax.runtime import processes
 
 IDENTITY = dict(model="a", cache="full")
 TOOK = dict(new_tokens=3, tpot_s=0.5)
@@ -53,3 +55,13 @@ def test_other_answers_are_refused_and_stay(tmp_path):
     assert other.read_text() == "mine"
     with pytest.raises(InputError, match="cannot be used: Is a directory"):
         Answers(tmp_path, IDENTITY)
+
+
+def test_a_group_has_the_answers_of_its_first_process(monkeypatch):
+    sent, first, other = [], Answers(), Answers()
+    monkeypatch.setattr(processes, "from_first", lambda value: sent.append(value) or json.loads(json.dumps(sent[0])))
+    first.add("k", [-2.5, True], TOOK)
+    other.add("own", 1, TOOK)
+    for answers in (first, other):
+        answers.share()
+    assert (other["k"], other.measured("k"), "own" in other) == ([-2.5, True], TOOK, False)

@@ -8,6 +8,7 @@ import math
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from icejax.checks.errors import InputError
@@ -107,6 +108,23 @@ def test_the_three_functions_of_a_conversation_differ_and_fit():
         places = [code.text.index(function.source) for function in functions]
         assert places[1] < places[0] and places[2] < places[0]
     assert turns._sample(setting(), 4096, 1) != turns._sample(setting(), 4096, 2)
+
+
+def test_a_library_without_such_functions_is_told(monkeypatch):
+    monkeypatch.setattr(library, "paths", lambda: ("json/tool.py",))
+    with pytest.raises(
+        InputError, match=r"^Python's standard library has only \d+ tokens of functions: --lengths must be at most"
+    ):
+        library.excerpt(setting(), tokens=10**6, number=0)
+    nothing = library.Excerpt((), np.zeros(0))
+    monkeypatch.setattr(find_function, "excerpt", lambda *_, **__: nothing)
+    monkeypatch.setattr(turns, "excerpt", lambda *_, **__: nothing)
+    with pytest.raises(InputError, match="has no described function for a text of 2048 tokens: give longer --lengths$"):
+        find_function._sample(setting(), 2048, 15)
+    with pytest.raises(
+        InputError, match="^a text of 2048 tokens has fewer than 3 functions to ask for: give longer --lengths$"
+    ):
+        turns._sample(setting(), 2048, 0)
 
 
 def test_similarity_is_bleu_over_words():

@@ -23,7 +23,7 @@ NO_TOKENIZER = {"tokenizer_config.json": "{}"}
 # Type -> places of float16 numbers in a block.
 HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
-    "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (),
+    "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (), "Q2_K": (80, 82), "Q3_K": (108,), "IQ3_S": (0,), "IQ2_XXS": (0,),
 }  # fmt: skip
 
 

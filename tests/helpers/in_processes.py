@@ -37,9 +37,9 @@ def start(*commands: list[str], variables: Callable[[int], dict[str, str]] = lam
     return [subprocess.Popen([sys.executable, *command], env=os.environ | variables(i), **pipes) for i, command in started]
 
 
-def generate(folder: Path, count: int, *arguments: str) -> list[list[str]]:
-    """Returns the arguments of `icejax generate` for every process of a group."""
-    common = ["-m", "icejax", "generate", "-m", str(folder), "--mesh", f"heads={count}", *arguments]
+def generate(folder: Path, count: int, *arguments: str, command: str = "generate") -> list[list[str]]:
+    """Returns the arguments of `icejax generate`, or of another command, for every process of a group."""
+    common = ["-m", "icejax", command, "-m", str(folder), "--mesh", f"heads={count}", *arguments]
     group = ["--coordinator", coordinator(), "--processes", str(count)]
     return [[*common, *group, "--process", str(i)] for i in range(count)]
 
@@ -91,6 +91,8 @@ def engine_answers(count: int) -> Iterator[dict]:
                 handles.append(engine.submit(prompts[0], n=2, sampling=warm, seed=3, max_new_tokens=9))
                 engine.submit(prompts[1], max_new_tokens=16).cancel()
                 answers = [answer for handle in handles for answer in handle.results()]
+                engine.compile_for(engine.step_sizes[-1])
+                answers += engine.submit(prompts[3], max_new_tokens=16).results()
                 texts.append([(answer.token_ids, answer.finish_reason, answer.cached_tokens) for answer in answers])
         yield dict(cache=type(cache).__name__, same=texts[0] == texts[-1], cached=[cached for *_, cached in texts[-1]])
 

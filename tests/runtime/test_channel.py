@@ -1,7 +1,9 @@
 """The messages from process 0 to the others: what is sent is what comes, and nobody else can send."""
 
+import contextlib
 import socket
 import threading
+import time
 
 import pytest
 
@@ -74,16 +76,29 @@ def test_a_message_of_another_is_refused(fault):
 def test_a_stranger_is_no_process_of_the_group(monkeypatch):
     monkeypatch.setattr(channel, "HELLO_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        stranger, silent, known = (socket.create_connection(server.getsockname()) for _ in range(3))
+        stranger, silent, slow, large, known = (socket.create_connection(server.getsockname()) for _ in range(5))
         stranger.sendall(channel._frame(1, KEY[::-1], channel.HELLO))
+        large.sendall(channel._frame("a" * channel.HELLO_BYTES, KEY, channel.HELLO))
         known.sendall(channel._frame(1, KEY, channel.HELLO))
+        over = threading.Event()
+
+        def drip() -> None:
+            with contextlib.suppress(OSError):
+                while not over.wait(0.04):
+                    slow.send(b"\0")
+
+        dripping, started = threading.Thread(target=drip), time.monotonic()
+        dripping.start()
         [connection] = channel._accepted(server, KEY, 1)
+        over.set()
+        dripping.join()
+        assert time.monotonic() - started < 1.0  # a header that comes byte by byte would take 1.4
         assert connection.getpeername() == known.getsockname()
         assert stranger.recv(1) == silent.recv(1) == b""
         monkeypatch.setattr(channel, "CONNECT_S", 0.0)
         with pytest.raises(GroupError, match="^0 of 1 processes have connected in 0 s$"):
             channel._accepted(server, KEY, 1)
-    for end in (stranger, silent, known, connection):
+    for end in (stranger, silent, slow, large, known, connection):
         end.close()
 
 

@@ -1,11 +1,14 @@
 """`icejax.sandbox.programs`: results of programs, limits of time and memory, and attempts to escape that must fail."""
 
+import importlib.util
 import os
 import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -60,8 +63,24 @@ ATTEMPTS = {
     "many open files": ("files = [open('/dev/null') for _ in range(100)]", "OSError"),
     "the network": ("import socket; socket.create_connection(('127.0.0.1', PORT), 1)", "OSError"),
     "datagrams": ("import socket; socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))", "OSError"),
+    "a local socket": (
+        "import socket; socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', 'LOCAL')", "PermissionError"
+    ),
+    "a pair that leaves": (
+        "import socket; socket.socketpair(type=socket.SOCK_DGRAM)[0].sendto(b'x', 'LOCAL')", "PermissionError"
+    ),
+    "sockets by the other call": (
+        "import ctypes; libc = ctypes.CDLL(None, use_errno=True)\nif libc.syscall(425, 1, bytes(120)) < 0: raise OSError", "OSError"
+    ),
     "a new file outside": ("open('OUTSIDE/new', 'w')", "OSError"),
     "a file outside": ("open('OUTSIDE/kept', 'w')", "OSError"),
+    "reading a file": ("open('OUTSIDE/kept').read()", "OSError"),
+    "reading by a link": ("import os; os.symlink('OUTSIDE/kept', 'mine'); open('mine').read()", "OSError"),
+    "listing a folder": ("import os; os.listdir('OUTSIDE')", "OSError"),
+    "the user's names": ("open('/etc/passwd').read()", "OSError"),
+    "another's environment": ("open('/proc/PARENT/environ').read()", "OSError"),
+    "its own memory as a file": ("open('/proc/self/mem', 'rb')", "OSError"),
+    "a program of the system": ("import subprocess; subprocess.run(['/bin/true'])", "OSError"),
     "cutting a file": ("import os; os.truncate('OUTSIDE/kept', 0)", "OSError"),
     "removing a file": ("import os; os.remove('OUTSIDE/kept')", "OSError"),
     "the rights of a file": ("import os; os.chmod('OUTSIDE/kept', 0)", "OSError"),
@@ -80,20 +99,28 @@ ATTEMPTS = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def local_socket():
+    """The name of a socket that everybody may write to."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
+        os.chmod(folder, 0o755)
+        server.bind(name := f"{folder}/socket")
+        os.chmod(name, 0o777)
+        yield name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ATTEMPTS)
-def test_a_program_is_kept_from(what, tmp_path):
+def test_a_program_is_kept_from(what, tmp_path, local_socket):
     (outside_file := tmp_path / "kept").write_text("kept")
     before = _metadata(outside_file)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        words = {"PORT": server.getsockname()[1], "OUTSIDE": tmp_path, "PARENT": os.getpid()}
+        words = {"PORT": server.getsockname()[1], "LOCAL": local_socket, "OUTSIDE": tmp_path, "PARENT": os.getpid()}
         program, error = ATTEMPTS[what]
         for word, value in words.items():
             program = program.replace(word, str(value))
-        exec(compile(program, what, "exec"), {}) if what in (
-            "the network",
-            "datagrams",
-        ) else None  # it works outside the sandbox
+        if what in ("the network", "datagrams", "a local socket", "a pair that leaves"):  # it works outside the sandbox
+            exec(compile(program, what, "exec"), {})
         assert programs.run(f"try:\n  exec({program!r})\nexcept {error}: pass\nelse: assert False") == "passed"
     assert (
         outside_file.read_text() == "kept" and _metadata(outside_file) == before and list(tmp_path.iterdir()) == [outside_file]
@@ -103,6 +130,19 @@ def test_a_program_is_kept_from(what, tmp_path):
 def _metadata(file: Path) -> tuple:
     status = file.stat()
     return status.st_mode, status.st_mtime_ns, status.st_size, status.st_nlink, status.st_uid
+
+
+@pytest.mark.slow
+def test_the_standard_library_can_be_read():
+    """Parts of it that have shared libraries of the system too."""
+    names = "bz2 csv ctypes decimal hashlib lzma multiprocessing sqlite3 ssl unittest zlib zoneinfo".split()
+    names = [name for name in names if importlib.util.find_spec(name) is not None]
+    program = f"import importlib\nfor name in {names}: importlib.import_module(name)\n"
+    assert programs.run(program + "import hashlib, os; hashlib.sha3_256(os.urandom(8)); assert os.listdir()") == "passed"
+    program = (
+        "import asyncio, multiprocessing\nmultiprocessing.Pipe()\nasync def one(): return 1\nassert asyncio.run(one()) == 1"
+    )
+    assert programs.run(program) == "passed"  # pairs of connected sockets
 
 
 @pytest.mark.slow
@@ -117,7 +157,7 @@ def test_a_program_has_its_folder_while_it_runs_and_no_longer(tmp_path, monkeypa
 def test_nothing_outlives_the_program_or_its_caller(tmp_path, monkeypatch):
     """Neither a child in its own session, nor the program itself when its caller is killed."""
     monkeypatch.setattr(programs.tempfile, "tempdir", str(tmp_path))
-    program = "import os\nif not os.fork():\n  os.setsid()\n  open('/proc/self/comm').read()\n  while True: pass"
+    program = "import os\nif not os.fork():\n  os.setsid()\n  while True: pass"
     assert programs.run(program) == "passed" and not _sandbox_processes(str(tmp_path))
     code = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\nfrom icejax.sandbox import programs; programs.run('while True: pass')"
     caller = subprocess.Popen([sys.executable, "-c", code])
@@ -158,6 +198,10 @@ def test_where_something_is_missing_nothing_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(programs, "__file__", str(keeper))
     with pytest.raises(programs.Unsafe, match=f"^{re.escape(missing)}$"):
         programs.run("")
+    with monkeypatch.context() as other:
+        other.setattr(os, "uname", lambda: types.SimpleNamespace(machine="s390x"))
+        with pytest.raises(programs.Unsafe, match="^the numbers of the system calls of s390x are not known, those of x86_64, "):
+            programs.run("")
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(programs.Unsafe, match="^darwin has no namespaces and no Landlock, Linux has$"):
         programs.run("")

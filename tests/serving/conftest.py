@@ -27,6 +27,16 @@ def chatty(bundled):
     return model, tokenizer
 
 
+@pytest.fixture(scope="session")
+def narrow(chatty, tmp_path_factory):
+    """A random model of one narrow layer, of which answers and programs are little work, and the same tokenizer."""
+    from icejax.checkpoint.load import load_model
+    from tests.helpers.on_devices import LLAMA, checkpoint
+
+    raw = LLAMA | dict(vocab_size=257, num_hidden_layers=1, eos_token_id=256)
+    return load_model(checkpoint(raw, tmp_path_factory.mktemp("narrow"))), chatty[1]
+
+
 @pytest.fixture(scope="module")
 def server(chatty):
     """A server of the bundled model."""

@@ -12,6 +12,7 @@ TEXT = dict(prompt="import os\n", **GREEDY)
 CHAT = dict(messages=[{"role": "system", "content": "s"}, {"role": "user", "content": "def f(a):"}], **GREEDY)
 ANTHROPIC = dict(messages=[{"role": "user", "content": "def f(a):"}], **GREEDY)
 RESPONSE = dict(input=CHAT["messages"], temperature=0, max_output_tokens=5)
+AB = 'root ::= "ab" "ab"?'
 USAGE = dict(include_usage=True)
 
 
@@ -38,6 +39,8 @@ ROWS = [  # their test, path, body, what holds of the answer
     ("llama.cpp test_chat_completion", CHATS, CHAT, lambda x: "cmpl" in x["id"] and choice(x)["message"]["role"] == "assistant"),
     ("llama.cpp test_chat_completion parts", CHATS, user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), lambda x: x["usage"]["prompt_tokens"] == len("<user>a\nb\n<assistant>")),
     ("llama.cpp test_chat_template_assistant_prefill", CHATS, CHAT | dict(messages=[{"role": "assistant", "content": "Whill"}]), lambda x: x["usage"]["prompt_tokens"] == len("<assistant>Whill")),
+    *((f"llama.cpp test_completion_with_grammar {[*field]}", CHATS, CHAT | field, lambda x: choice(x)["message"]["content"] in ("ab", "abab")) for field in (dict(grammar=AB), dict(guided_grammar=AB), dict(structured_outputs=dict(grammar='start: "ab"~1..2')))),
+    ("llama.cpp test_completion_with_json_schema", CHATS, CHAT | dict(json_schema={"const": "42"}), lambda x: choice(x)["message"]["content"] == '"42"'),
     ("llama.cpp test_logprobs", CHATS, CHAT | dict(logprobs=True, top_logprobs=10), lambda x: "".join(one["token"] for one in entries(x)) == choice(x)["message"]["content"] and all(one["logprob"] <= 0 and one["bytes"] and len(one["top_logprobs"]) == 10 for one in entries(x))),
     ("llama.cpp test_logit_bias", CHATS, CHAT | dict(logit_bias={str(token): -100 for token in range(257) if token != 65}), lambda x: choice(x)["message"]["content"] == "AAAAA"),
     ("llama.cpp test_chat_completions_multiple_choices", CHATS, CHAT | dict(n=2), lambda x: [(one["index"], one["finish_reason"]) for one in x["choices"]] == [(0, "length"), (1, "length")]),
@@ -164,7 +167,6 @@ DIFFERENCES = [  # their test, path, body, our status, why
     ("llama.cpp test_server_props", "/props", None, 404, "/v1/models has the context, `icejax serve --help` the rest"),
     ("llama.cpp test_server_slots", "/slots", None, 404, "/health and /metrics say how busy the server is"),
     ("llama.cpp test_apply_chat_template", "/apply-template", dict(messages=CHAT["messages"]), 404, "/tokenize takes messages"),
-    ("llama.cpp test_completion_with_grammar", CHATS, CHAT | dict(structured_outputs=dict(grammar='root ::= "a"')), 400, "grammars are not built"),
     ("vllm test_too_many_completion_logprobs", TEXTS, TEXT | dict(logprobs=21), 200, "the engine reports up to 1,000"),
     ("vllm test_batch_completions beam search", TEXTS, TEXT | dict(use_beam_search=True), 400, "beam search is not built"),
     ("vllm test_prompt_logprobs_chat", CHATS, CHAT | dict(prompt_logprobs=1), 400, "`echo` with `logprobs` gives a prompt's"),

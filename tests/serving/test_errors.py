@@ -3,12 +3,16 @@
 import json
 import re
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.server import wait_for
+import icejax
+from icejax.serving.service import Service
+from tests.helpers.server import live, wait_for
+from tests.serving.conftest import SIZES
 
 COMPLETIONS, CHAT, TOKENIZE, RESPONSES = "/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/responses"
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -166,19 +170,28 @@ VALID = {
 }
 
 
+TOGETHER = 5  # bodies that are sent at once
+ASKED = st.tuples(st.sampled_from([*VALID]), CHANGES)
+
+
 def check_fuzzed(server, count: int, capfd) -> None:
     statuses = {200: 0, 400: 0}
 
-    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(st.sampled_from([*VALID]), CHANGES)
-    def run(path, changes):
+    def answered(asked) -> tuple[int, bytes]:
+        path, changes = asked
         response = server.send(path, VALID[path] | changes if isinstance(changes, dict) else changes)
-        text = response.read()
-        assert response.status in statuses, (response.status, text)
-        statuses[response.status] += 1
+        return response.status, response.read()
 
-    run()
-    assert min(statuses.values()) > count / 20 and not server.errors, statuses
+    @settings(max_examples=count // TOGETHER, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(ASKED, min_size=TOGETHER, max_size=TOGETHER))
+    def run(bodies):
+        for status, text in threads.map(answered, bodies):
+            assert status in statuses, (status, text)
+            statuses[status] += 1
+
+    with ThreadPoolExecutor(TOGETHER) as threads:
+        run()
+    assert sum(statuses.values()) >= count and min(statuses.values()) > count / 20 and not server.errors, statuses
     wait_for(lambda: server.service.open_answers == 0 and server.service.engine.load.running == 0)
     assert "Traceback" not in capfd.readouterr().err
 
@@ -188,5 +201,7 @@ def test_no_body_makes_the_server_fail(server, capfd):
 
 
 @pytest.mark.slow
-def test_ten_thousand_bodies_make_it_not_fail(server, capfd):
-    check_fuzzed(server, 10_000, capfd)
+def test_ten_thousand_bodies_make_it_not_fail(narrow, capfd):
+    service = Service(names=("narrow",), root="here", places=SIZES["batch_size"], max_queue=8 * TOGETHER)
+    with live(service, lambda: (*narrow, icejax.Engine(*narrow, cache=icejax.Full(), **SIZES))) as server:
+        check_fuzzed(server, 10_000, capfd)

@@ -166,7 +166,16 @@ def test_an_engine_that_fails_ends_the_server(engine, stream, caplog):
     assert server.service.phase is Phase.FAILED and "secret" not in caplog.text
 
 
-def test_an_engine_that_failed_unseen_is_seen_by_health(engine):
+def test_an_engine_that_fails_while_nobody_asks_ends_the_server(engine, monkeypatch):
+    monkeypatch.setattr("icejax.serving.lifecycle.LOOK_S", 0.01)
+    with served(engine) as server:
+        engine.failure = ValueError("no memory")
+        server.thread.join(20)
+    assert [str(error) for error in server.errors] == ["the engine has failed: no memory"]
+
+
+def test_an_engine_that_failed_unseen_is_seen_by_health(engine, monkeypatch):
+    monkeypatch.setattr("icejax.serving.lifecycle.LOOK_S", 1000.0)
     with served(engine) as server:
         engine.failure = ValueError("no memory")
         assert server.ask("/health", status=503)["status"] == "failed"

@@ -69,6 +69,13 @@ def test_thoughts_of_earlier_answers_stand_beside_their_text(server, chatty, alo
     assert server.ask(PATH, body)["content"][0]["text"] == expected.text
 
 
+def test_a_message_follows_its_schema(server):
+    one = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+    form = dict(type="json_schema", schema=one)
+    answer = server.ask(PATH, BODY | dict(max_tokens=60, stop_sequences=["\0"], output_config=dict(format=form)))
+    assert (json.loads(answer["content"][0]["text"]), answer["stop_reason"]) == ({"a": 1}, "end_turn")
+
+
 @pytest.mark.parametrize(
     "body, message",
     [
@@ -76,6 +83,7 @@ def test_thoughts_of_earlier_answers_stand_beside_their_text(server, chatty, alo
         (BODY | dict(tools=[{"name": "f"}]), "the chat template has no tool calls of a known form (hermes, Qwen3-Coder, Mistral, Llama 3, harmony): leave tools out"),
         (BODY | dict(tool_choice={"type": "any"}), "tool_choice needs tools, and the request has none"),
         (BODY | dict(tool_choice={"type": "some"}), "tool_choice must be of type auto, any, tool or none, got {'type': 'some'}"),
+        (BODY | dict(output_config=dict(format=dict(type="json_schema"))), "output_config.format of type json_schema needs a schema, which is an object, got None"),
         (BODY | dict(system=5), "system must be text, or a list of text blocks"),
     ],
 )  # fmt: skip

@@ -28,7 +28,7 @@ PICTURE = Attention((1, 3), 4, 2, np.asarray([[0, 0.123456789, 0, 2], [1, 0, 0, 
 @pytest.fixture
 def engine() -> Engine:
     engine = Engine()
-    engine.report, engine.full_kv_bytes = REPORT, 7000
+    engine.report, engine.full_kv_bytes, engine.can_explain = REPORT, 7000, True
     return engine
 
 
@@ -61,7 +61,7 @@ def test_the_page_tells_of_the_cache(engine):
         assert server.ask("/v1/icejax") == expected | dict(
             device_bytes=1200, host_bytes=5000, full_bytes=7000, can_explain=True
         )
-        engine.report = dataclasses.replace(REPORT, host_kv_bytes=0)
+        engine.can_explain = False
         assert not server.ask("/v1/icejax")["can_explain"]
 
 

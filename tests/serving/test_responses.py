@@ -94,7 +94,7 @@ def test_an_answer_that_ends_by_itself_is_completed(server, expected):
 
 @pytest.mark.parametrize("thoughts, field", [(THOUGHTS, "content"), (SUMMARY, "summary")])
 def test_thoughts_are_an_item_before_the_text(expected, thoughts, field):
-    output = Output({}, Usage(), thoughts=thoughts)
+    output = Output({}, Usage(), thoughts=thoughts, tools={})
     pieces = [("a", ""), ("b", ""), (None, "c"), (None, "d")]
     pieces = [replace(expected, reasoning=reasoning, text=text, finish_reason=None) for reasoning, text in pieces]
     pieces[-1] = replace(pieces[-1], finish_reason="stop")
@@ -111,7 +111,7 @@ def test_thoughts_are_an_item_before_the_text(expected, thoughts, field):
 
 
 def test_calls_are_items_behind_the_text(expected):
-    output, call = Output({}, Usage(), thoughts=THOUGHTS), Call("c1", "f")
+    output, call = Output({}, Usage(), thoughts=THOUGHTS, tools={}), Call("c1", "f")
     found = [
         [(None, Text("a"))],
         [(call, CallBegin(0, "f")), (call, CallArguments(0, '{"a"'))],
@@ -132,7 +132,7 @@ def test_calls_are_items_behind_the_text(expected):
 
 
 def test_an_error_behind_the_headers_is_a_failed_response():
-    output = Output({}, Usage(), thoughts=THOUGHTS)
+    output = Output({}, Usage(), thoughts=THOUGHTS, tools={})
     [*_, value] = read(b"".join([*output.begun(), output.failed(ApiError(503, "it stops", code="draining"))]))
     assert value["type"] == "response.failed" and value["response"]["status"] == "failed"
     assert value["response"]["error"] == dict(code="draining", message="it stops")
@@ -220,7 +220,7 @@ def test_a_text_follows_its_schema(server):
         (dict(input=5), "input", "input must be text, or a list of items"),
         (dict(input=[]), "messages", None),
         (dict(max_output_tokens=0), "max_output_tokens", "max_output_tokens: should be greater than or equal to 1, got 0"),
-        (dict(input=[dict(type="item_reference", id="x")]), "input", "input has an item of type 'item_reference': expected message, reasoning, function_call or function_call_output"),
+        (dict(input=[dict(type="item_reference", id="x")]), "input", "input has an item of type 'item_reference': expected message, reasoning, or a call of a function or custom tool and its output"),
         (dict(input=[dict(role="user", content=[dict(type="input_image")])]), "input", "input has a part of type 'input_image': expected text, the only type that is read"),
         (dict(input=[dict(role="user")]), "input", "a content in input must be text, or a list of text parts, got None"),
         (dict(input=[dict(type="function_call", call_id="c", name="f")]), "input", "input has a function_call whose arguments is no text"),

@@ -97,6 +97,23 @@ def test_an_answer_of_harmony_is_the_final_message():
         assert accepts(matcher_of(tokenizer, Grammar.choice(["12"]), prompt), tokenizer, text) == expected, (prompt, text)
 
 
+GBNF = """
+# sums
+root ::= sum "e"
+sum  ::= term ("h" term)*
+term ::= [0-9]+ | "(" sum ")"
+"""
+LARK = 'start: sum "e"\nsum: TERM ("h" TERM)* // {\nTERM: /[0-9]+/\nanswer: "x}"'  # `answer` is a name of ours too
+
+
+@pytest.mark.parametrize("text, others", [(GBNF, ["(1h2)h3e", "((1))e"]), (LARK, [])])
+def test_a_grammar_of_ones_own_is_followed_behind_thoughts(text, others):
+    tokenizer = tokenizer_of(["<think>", "</think>"], "</think>")
+    for answer, expected in [("12e", True), ("1h23e", True), ("<think>hm</think>12e", True), ("12", False), ("1he", False)]:
+        assert accepts(matcher_of(tokenizer, Grammar.context_free(text)), tokenizer, answer) == expected, answer
+    assert all(accepts(matcher_of(tokenizer, Grammar.context_free(text)), tokenizer, answer) for answer in others)
+
+
 def test_a_tokenizer_is_read_once_for_each_set_of_ends():
     tokenizer = tokenizer_of()
     assert prepared(tokenizer, (2,)) is prepared(tokenizer, [2]) is not prepared(tokenizer, (1, 2))
@@ -109,8 +126,13 @@ def test_a_tokenizer_is_read_once_for_each_set_of_ends():
         (lambda: Grammar.regex(5), "a grammar's expression must be text, got 5"),
         (lambda: Grammar.choice("ab"), "a grammar's texts must be a list of texts, got 'ab'"),
         (lambda: Grammar.choice([]), r"a grammar's texts must be a list of texts, got \[\]"),
+        (lambda: Grammar.context_free(5), "a grammar must be text, got 5"),
+        (lambda: Grammar.context_free('a: "b"'), "^the grammar is neither Lark, with a rule 'start:', nor GBNF: "),
+        (lambda: Grammar.context_free('root ::= "a'), "nor GBNF: Unexpected end of input at line 1, .*$"),
+        (lambda: Grammar.context_free("root ::= " + "(" * 9999), "^a grammar in GBNF is nested too deeply$"),
+        (lambda: Grammar.context_free("a ::= b\n" * 501), "^a grammar in GBNF has 501 rules and 4008 characters, of at most 500 and 32768: shorten it, or write it in Lark$"),
     ],
-)
+)  # fmt: skip
 def test_a_grammar_is_made_of_what_it_needs(make, message):
     with pytest.raises(InputError, match=message):
         make()
@@ -121,3 +143,10 @@ def test_other_tokenizers_and_texts_are_refused():
         prepared(type("Other", (), {})(), ())
     with pytest.raises(InputError, match="a grammar must be Unicode text"):
         matcher_of(tokenizer_of(), Grammar.regex("\ud800"))
+    for grammar, reason in [
+        ("start: other", 'unknown name: "other"'),
+        ("start: a\na: a", ""),
+        ('%llguidance {}\nb: "c"', "no start rule"),
+    ]:
+        with pytest.raises(InputError, match=f"the grammar cannot be followed: .*{reason}"):
+            matcher_of(tokenizer_of(), Grammar.context_free(grammar))

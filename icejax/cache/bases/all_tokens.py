@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, View
 from icejax.cache.sizes import CacheSpec
 from icejax.ops.attention.dense import Attended, Scoring, attend_slots, attend_with_lse
-from icejax.ops.slots import append, append_text, by_head, merge_heads, per_head, split_heads
+from icejax.ops.slots import append, append_text, by_head, first_slots, merge_heads, per_head, split_heads
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +38,11 @@ class TokenState:
     def each(self, made: Callable[[jax.Array, jax.Array], jax.Array], heads: Heads) -> TokenState:
         """Returns the state with `made(slots, new tokens of heads)` for keys and, where the state has values, for values."""
         return replace(self, k=made(self.k, heads.k), v=None if self.v is None else made(self.v, heads.v))
+
+    def first(self, count: Int[Array, " B"]) -> TokenState:
+        """Returns the state of rows whose slot s holds position s, with their first `count` tokens alone."""
+        # Later slots would be masked, but whoever stores the row would store them too.
+        return replace(self, k=first_slots(self.k, count), v=None if self.v is None else first_slots(self.v, count))
 
     def heads(self, spec: CacheSpec, lengths: Int[Array, " B"], scoring: Scoring, *, padded: int) -> Heads:
         """Returns the tokens of slots by position as heads of a prompt, for the `prefill` of another policy; queries are 0.
@@ -121,7 +126,7 @@ class AllTokens(CachePolicy):
         return True
 
     def trimmed(self, state: TokenState, tokens: Int[Array, " B"], page: Int[Array, ""]) -> TokenState:
-        return state  # later slots are masked, and the next text is written over them
+        return state.first(tokens)
 
     def report(self, state: TokenState, lengths: Lengths) -> Report:
         return slot_report(state.k, lengths)

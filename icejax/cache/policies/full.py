@@ -105,7 +105,7 @@ class Ring(CachePolicy):
         return tokens <= self.window  # later tokens have replaced earlier ones
 
     def trimmed(self, state: TokenState, tokens: Int[Array, " B"], page: Int[Array, ""]) -> TokenState:
-        return state
+        return state.first(tokens)
 
     def report(self, state: TokenState, lengths: Lengths) -> Report:
         return slot_report(state.k, lengths)

@@ -20,7 +20,7 @@ from icejax.cache.sizes import CacheSpec
 from icejax.ops import group_codes
 from icejax.ops.attention.dense import BLOCK, Attended, attend_blocks
 from icejax.ops.group_codes import DECODED, GROUP
-from icejax.ops.slots import append, append_text, split_heads
+from icejax.ops.slots import append, append_text, first_slots, split_heads
 
 SMALLEST_TURN = 64  # channels of llama.cpp's smallest rotation
 
@@ -100,7 +100,7 @@ class LlamaCpp(CachePolicy):
         return True
 
     def trimmed(self, state: BlockState, tokens: Int[Array, " B"], page: Int[Array, ""]) -> BlockState:
-        return state  # later slots are masked, and the next text is written over them
+        return jax.tree.map(lambda x: first_slots(x, tokens), state)
 
     def report(self, state: BlockState, lengths: Lengths) -> Report:
         return slot_report(state.k.scale, lengths)

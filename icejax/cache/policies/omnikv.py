@@ -92,7 +92,7 @@ class OmniKV(Full):
         return replace(outcome, state=FilterState(outcome.state, view.lengths.seen + heads.lengths))
 
     def trimmed(self, state: FilterState, tokens: Int[Array, " B"], page: Int[Array, ""]) -> FilterState:
-        return replace(state, text=tokens)
+        return replace(state, tokens=super().trimmed(state.tokens, tokens, page), text=tokens)
 
     def decode(self, state: FilterState, heads: Heads, view: View) -> Outcome:
         outcome = super().decode(state.tokens, heads, view)

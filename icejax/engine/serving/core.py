@@ -46,7 +46,7 @@ from icejax.engine.serving.start import RowStart
 from icejax.engine.snapshot.fingerprint import check_registered, fingerprint, weights_sum
 from icejax.models.decoder import CausalLM
 from icejax.runtime import processes
-from icejax.runtime.mesh import check_one_process, home
+from icejax.runtime.mesh import check_one_process, placed
 
 LOG = logging.getLogger(__name__)
 UNIT_S = 0.2  # seconds, beside half a step, that units of prefill may delay the rows that decode
@@ -180,7 +180,7 @@ class Core:
         options = row_options([Sampling(temperature=1.0, frequency_penalty=1.0)] * size, [()] * size, vocabulary)
         step = Step(pack_token(state.last_tokens), jnp.zeros((size, vocabulary)))
         # Committed as a step's results are, or what takes them compiles twice.
-        (sampling, penalties), step = jax.device_put((options, step), home(self.plan.mesh))
+        (sampling, penalties), step = placed(self.plan.mesh, (options, step))
         state = dataclasses.replace(state, sampling=sampling, penalties=penalties)
         for other in (smaller[-1], size):
             state, step = batch.resized(state, step, (), other)

@@ -135,6 +135,7 @@ class FollowingCore:
 
     Attributes:
         constants: those of the core.
+        sizes: as in `EngineThread`.
         failure: None; errors are raised by `follow`.
     """
 
@@ -142,7 +143,7 @@ class FollowingCore:
 
     def __init__(self, core: Core, channel: Channel, model: CausalLM, tokenizer: Any) -> None:
         self._core, self._channel, self._config, self._tokenizer = core, channel, model.config, tokenizer
-        self.constants = core.constants
+        self.constants, self.sizes = core.constants, core.scheduler.sizes
 
     def follow(self) -> None:
         """Runs what process 0 sends, until its engine closes.

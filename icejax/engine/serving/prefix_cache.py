@@ -156,7 +156,7 @@ class PrefixCache:
             before: as in `Prefixes.add`.
         """
         cache = layers_out(row.cache.layers, self._plan) if layers is None else layers
-        nbytes = self._agreed(sum(x.nbytes for x in jax.tree.leaves(cache) if isinstance(x, np.ndarray)))
+        nbytes = self._agreed(logits.nbytes + sum(x.nbytes for x in jax.tree.leaves(cache) if isinstance(x, np.ndarray)))
         if nbytes > self.prefixes.most_bytes:
             LOG.info("a prefix of %d tokens is not stored: its arrays take %d bytes", count, nbytes)
             return None

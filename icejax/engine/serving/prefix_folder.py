@@ -127,8 +127,8 @@ class PrefixFolder:
                 self._remember(_described(path))
                 return
             make_folder(self._folder)
-            kinds = [self._logits, *pool_kinds(self._plan, entry.pages).values()]
-            if not self._make_room(entry.nbytes + sum(StoredArray(*kind, 0).size for kind in kinds) + ABOUT_BYTES):
+            of_pages = sum(StoredArray(*kind, 0).size for kind in pool_kinds(self._plan, entry.pages).values())
+            if not self._make_room(entry.nbytes + of_pages + ABOUT_BYTES):
                 return
             with new_file(part) as file:
                 writer = ArrayWriter(file)

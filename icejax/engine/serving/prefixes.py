@@ -38,7 +38,7 @@ class Entry:
     Attributes:
         tokens: its token ids, i32[T].
         cache: the arrays of a row, or a process's shares of them, cropped and in host memory; the store does not look at them.
-        nbytes: bytes of `cache`.
+        nbytes: bytes of `cache` and `logits`.
         table: i32[X], extents of its pages; None without a pool.
         pages: number of pages in use.
         logits: f32[1, V], the logits behind its last token, for a prompt that is the entry.

@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from icejax.cache.protocol import CachePolicy
@@ -25,7 +24,7 @@ from icejax.cache.registry import name_of, policy_named
 from icejax.checks.errors import InputError, quoted
 from icejax.config import ModelConfig
 from icejax.models.decoder import CausalLM
-from icejax.runtime import devices
+from icejax.runtime import devices, processes
 from icejax.text.tokenizer_errors import tokenizer_error_from
 
 PIECE = 1024  # values of every weight that the checksum covers
@@ -55,7 +54,7 @@ def fingerprint(model: CausalLM, policy: CachePolicy, tokenizer: Any) -> dict[st
             continue  # experts may be in host memory in one run and on the device in another
         while leaf.ndim > 1 and leaf[0].size >= PIECE:  # indexing first, or the whole weight would be copied
             leaf = leaf[0]
-        weights = zlib.crc32(np.asarray(leaf[:PIECE].reshape(-1)[:PIECE]).tobytes(), weights)
+        weights = zlib.crc32(processes.whole(leaf[:PIECE].reshape(-1)[:PIECE]).tobytes(), weights)
     fields = config | {"dtype": model.dtype, "weights": weights, "cache.name": name_of(policy)} | options
     if model.config.short_context is not None:
         fields = {FACTORS: "by the text's length"} | fields
@@ -71,7 +70,7 @@ def weights_sum(model: CausalLM) -> int:
     offloads, total = any(layer.offloaded is not None for layer in model.model.layers), 0
     for path, leaf in jax.tree.leaves_with_path(nnx.state(model)):
         if not (offloads and ".experts." in jax.tree_util.keystr(path, simple=True, separator=".")):
-            total = zlib.crc32(np.asarray(_bit_sum(leaf)).tobytes(), total)
+            total = zlib.crc32(processes.whole(_bit_sum(leaf)).tobytes(), total)
     return total
 
 

@@ -56,7 +56,7 @@ def task(name: str, setting: Setting) -> OwnTask:
     """
     instruct = name.endswith(INSTRUCT)
     form = dict(doc_to_text=ASKED, gen_prefix=BEGUN) if instruct else dict(doc_to_text="{{prompt}}")
-    score = functools.partial(_passed, between="\n" if instruct else "")
+    score = functools.partial(_passed, instruct=instruct)
     return code_task(name, problems(setting.data / FILES[name]), score, until=[END] if instruct else STOPS, **form)
 
 
@@ -91,9 +91,14 @@ def passes(program: str) -> dict[str, float]:
     return {"pass@1": float(programs.run(program, seconds=SECONDS) == "passed")}
 
 
-def _passed(problem: dict[str, str], answers: list[str], *, between: str) -> dict[str, float]:
-    """Returns the score of an answer; after a `between` that ends the prompt it defines the function again."""
-    return passes(program(problem, between + answers[0]))
+def _passed(problem: dict[str, str], answers: list[str], *, instruct: bool) -> dict[str, float]:
+    """Returns the score of an answer: the function's body, or with `instruct` the whole function again."""
+    return passes(program(problem, f"\n{untabbed(answers[0])}" if instruct else answers[0]))
+
+
+def untabbed(answer: str) -> str:
+    """Returns an answer with four spaces for each tab, as Qwen's evaluation runs it."""
+    return answer.replace("\t", "    ")
 
 
 def problems(file: Path) -> list[dict[str, str]]:

@@ -86,11 +86,12 @@ def task(name: str, setting: Setting) -> OwnTask:
     """
     rows, instruct = problems(setting.data / FILE), name.endswith(code.INSTRUCT)
     form = dict(doc_to_text=code.ASKED, gen_prefix=code.BEGUN) if instruct else dict(doc_to_text="{{prompt}}\n")
-    return code.code_task(name, rows, _passed, until=[code.END] if instruct else STOPS, **form)
+    score = functools.partial(_passed, instruct=instruct)
+    return code.code_task(name, rows, score, until=[code.END] if instruct else STOPS, **form)
 
 
-def _passed(problem: dict[str, str], answers: list[str]) -> dict[str, float]:
-    return code.passes(program(problem, answers[0]))
+def _passed(problem: dict[str, str], answers: list[str], *, instruct: bool) -> dict[str, float]:
+    return code.passes(program(problem, code.untabbed(answers[0]) if instruct else answers[0]))
 
 
 def program(problem: dict[str, str], answer: str) -> str:

@@ -53,7 +53,10 @@ async function begin() {
     $("message").placeholder = "Text to continue";
   }
   $("explain").disabled = !about.can_explain;
-  if (!about.can_explain) $("explain-note").textContent = "This cache holds nothing in host memory.";
+  if (!about.can_explain) {
+    const reason = about.host_bytes ? "Not where several processes share the model." : "This cache holds nothing in host memory.";
+    $("explain-note").textContent = reason;
+  }
   for (const id of ["message", "open", "send"]) $(id).disabled = false;
   $("message").focus();
 }

@@ -7,13 +7,14 @@ function is an item of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from icejax.engine.response import GenerationResponse
 from icejax.serving.answers import Usage
 from icejax.serving.errors import ApiError
 from icejax.serving.identity import new_id
+from icejax.serving.responses.asked import ResponsesTool, custom_input
 from icejax.serving.streaming import named_event
 from icejax.serving.tools.calls import Call
 from icejax.serving.tools.events import CallArguments, CallBegin, CallEnd, Event
@@ -48,6 +49,17 @@ SUMMARY = Form(
 )
 
 
+class CallForm(NamedTuple):
+    """How a call's item is named: the beginning of its id, its type, and the field of what the call brings."""
+
+    mark: str
+    kind: str
+    field: str
+
+
+FUNCTION, CUSTOM = CallForm("fc", "function_call", "arguments"), CallForm("ctc", "custom_tool_call", "input")
+
+
 class Output:
     """A response that grows.
 
@@ -55,18 +67,20 @@ class Output:
         response: OpenAI's object.
     """
 
-    def __init__(self, response: dict[str, Any], usage: Usage, *, thoughts: Form) -> None:
+    def __init__(self, response: dict[str, Any], usage: Usage, *, thoughts: Form, tools: Mapping[str, ResponsesTool]) -> None:
         """Begins before the first piece.
 
         Args:
             response: the fields that do not change.
             usage: token counts, which are those of the answer at its end.
             thoughts: the form of the model's thoughts.
+            tools: those that the model may call, by their names in a chat.
         """
         about = dict(id=new_id("resp", "_"), object="response", created_at=int(time.time()), status="in_progress")
         self.response = about | response | dict(output=[], error=None, incomplete_details=None, usage=None)
-        self._usage, self._thoughts, self._count = usage, thoughts, 0
+        self._usage, self._thoughts, self._tools, self._count = usage, thoughts, tools, 0
         self._open: Form | None = None
+        self._call: Call | None = None  # the newest
 
     def begun(self) -> list[bytes]:
         """Returns the events before the first piece."""
@@ -101,10 +115,15 @@ class Output:
     def _of_call(self, call: Call, event: Event) -> list[bytes]:
         match event:
             case CallBegin(_, name):
-                fields = dict(call_id=call.id, name=name, arguments="")
-                item = dict(id=new_id("fc", "_"), type="function_call", status="in_progress", **fields)
-                return [*self._closed("completed"), self._added(item)]
+                closed, self._call = self._closed("completed"), call
+                tool = self._tools.get(name)
+                mark, kind, field = CUSTOM if tool is not None and tool.is_custom else FUNCTION
+                named = dict(name=name) if tool is None else tool.named()  # a model may call what there is not
+                item = dict(id=new_id(mark, "_"), type=kind, status="in_progress", call_id=call.id)
+                return [*closed, self._added(item | named | {field: ""})]
             case CallArguments(_, text):
+                if self._item["type"] == CUSTOM.kind:
+                    return []  # the text is known when the JSON around it is
                 self._item["arguments"] += text
                 return [self._of_item("response.function_call_arguments.delta", delta=text)]
             case CallEnd():
@@ -140,7 +159,11 @@ class Output:
             return []
         item = self._item
         item["status"] = status
-        if form is None:
+        if form is None and item["type"] == CUSTOM.kind:
+            text = item["input"] = custom_input(self._call.arguments)
+            of = "response.custom_tool_call_input"
+            done = [self._of_item(f"{of}.delta", delta=text), self._of_item(f"{of}.done", input=text)]
+        elif form is None:
             done = [self._of_item("response.function_call_arguments.done", name=item["name"], arguments=item["arguments"])]
         else:
             at, part = {form.index: 0}, item[form.parts][0]

@@ -89,9 +89,11 @@ async def chat_completions(request: Request) -> Response:
 def chat_text(service: Service, fields: Any) -> ChatText:
     """Returns the messages of a body in the model's chat template; ApiError 400 if it refuses them."""
     variables = dict(service.template_arguments) | (fields.chat_template_kwargs or {})
-    effort = getattr(fields, "reasoning_effort", None)
-    if effort is not None and "reasoning_effort" in str(service.tokenizer.chat_template):
+    effort, template = getattr(fields, "reasoning_effort", None), str(service.tokenizer.chat_template)
+    if effort is not None and "reasoning_effort" in template:
         variables.setdefault("reasoning_effort", effort)
+    elif effort == "none" and "enable_thinking" in template:
+        variables.setdefault("enable_thinking", False)
     form = form_of(service.tokenizer)
     messages, tools = [_message(message, form) for message in fields.messages], getattr(fields, "tools", None)
     return checked("messages", lambda: chat(service.tokenizer, messages, tools=tools, chat_template_kwargs=variables or None))

@@ -6,6 +6,7 @@ are blocks of type `thinking` without a signature.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from starlette.requests import Request
@@ -17,8 +18,7 @@ from icejax.serving import parameters
 from icejax.serving.errors import ApiError
 from icejax.serving.guard import owner_of, read_body
 from icejax.serving.identity import new_id
-from icejax.serving.parameters import checked
-from icejax.serving.routes.chat import chat_text
+from icejax.serving.routes.chat import answer_grammar, chat_text
 from icejax.serving.schemas import MessagesRequest, parsed
 from icejax.serving.service import Service
 from icejax.serving.streaming import EventStream, json_response, named_event, whole_response
@@ -26,6 +26,8 @@ from icejax.serving.tools.anthropic import chat_of, tool_choice
 from icejax.serving.tools.asked import arguments_object, asked_tools
 from icejax.serving.tools.calls import Call, CallsOf
 from icejax.serving.tools.events import CallArguments, CallBegin, Event
+from icejax.serving.turns import turns
+from icejax.text.chat_text import ChatText
 from icejax.text.encode import encode
 
 PING = named_event(dict(type="ping"))
@@ -45,10 +47,10 @@ async def messages(request: Request) -> Response:
     options |= dict(cache_salt=parameters.salt_of(fields, owner_of(request)), parse_special=service.parse_special)
     choice, parallel = tool_choice(fields.tool_choice)
     asked_for = asked_tools(service.tokenizer, chat.tools, choice, parallel=parallel)
-    grammar = None if asked_for is None else checked("tools", asked_for.grammar)
+    grammar = answer_grammar(fields, asked_for)
 
     def make() -> list[tuple[EngineRequest, dict[str, Any]]]:
-        return [(EngineRequest(prompt=chat_text(service, chat), grammar=grammar), options)]
+        return [(EngineRequest(prompt=_text(service, chat), grammar=grammar), options)]
 
     answers, calls = await service.submit(make, prompts=1, n=1), CallsOf(asked_for)
     about = dict(id=new_id("msg"), type="message", role="assistant", model=name)
@@ -59,8 +61,8 @@ async def messages(request: Request) -> Response:
         return dict(input_tokens=counts.prompt_tokens - cached, output_tokens=counts.new_tokens) | read
 
     def ends(response: GenerationResponse) -> dict[str, Any]:
-        is_end = calls.calls or response.token_ids[-1] in service.model.config.eos_token_ids
-        at_stop = response.finish_reason == "stop" and not is_end
+        is_end = calls.calls or grammar is not None or response.token_ids[-1] in service.model.config.eos_token_ids
+        at_stop = bool(fields.stop) and response.finish_reason == "stop" and not is_end
         reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
         reason = "stop_sequence" if at_stop else reasons[calls.reason(response)]
         only = fields.stop[0] if at_stop and len(fields.stop) == 1 else None  # of several, nobody knows which
@@ -103,8 +105,13 @@ async def count_tokens(request: Request) -> Response:
     fields = parsed(MessagesRequest, await read_body(request))
     service.check_model(fields.model)
     chat = chat_of(fields)
-    count = await service.in_thread(lambda: len(encode(service.tokenizer, chat_text(service, chat))))
+    count = await service.in_thread(lambda: len(encode(service.tokenizer, _text(service, chat))))
     return json_response(dict(input_tokens=count))
+
+
+def _text(service: Service, chat: SimpleNamespace) -> ChatText:
+    chat.messages = turns(service.tokenizer, chat.messages)
+    return chat_text(service, chat)
 
 
 class _Blocks:

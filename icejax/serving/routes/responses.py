@@ -16,8 +16,9 @@ from icejax.engine.request import Request as EngineRequest
 from icejax.engine.response import GenerationResponse
 from icejax.serving import parameters
 from icejax.serving.errors import ApiError
+from icejax.serving.grammars import chat_format
 from icejax.serving.guard import owner_of, read_body
-from icejax.serving.responses.asked import chat_format, chat_tool_choice, chat_tools, functions
+from icejax.serving.responses.asked import asked_for, chat_tool_choice
 from icejax.serving.responses.conversation import conversation
 from icejax.serving.responses.output import SUMMARY, THOUGHTS, Output
 from icejax.serving.routes.chat import NO_LIMIT, answer_grammar, chat_text, logprob
@@ -26,7 +27,9 @@ from icejax.serving.service import Service
 from icejax.serving.streaming import EventStream, whole_response
 from icejax.serving.tools.asked import asked_tools
 from icejax.serving.tools.calls import CallsOf
+from icejax.serving.turns import turns
 
+RUNNABLE = ("function", "custom", "namespace")  # types of tools that a client runs
 LOGPROBS = "message.output_text.logprobs"
 WHOLE = "the server stores no responses: send the whole conversation as 'input', with the output items of earlier responses"
 REFUSED = {  # fields that ask for what the server does not do, with what to do instead
@@ -46,11 +49,12 @@ async def responses(request: Request) -> Response:
     fields = parsed(ResponsesRequest, await read_body(request))
     name = service.check_model(fields.model)
     _refuse(fields)
-    tools = chat_tools(functions(fields.tools))
+    known = asked_for(fields.tools, fields.input)
+    tools = [tool.chat_tool() for tool in known]
     choice, parallel = chat_tool_choice(fields.tool_choice), fields.parallel_tool_calls
-    asked_for = asked_tools(service.tokenizer, tools, choice, parallel=parallel)
-    fields.response_format = chat_format(fields.text.format) if fields.text and fields.text.format else None
-    grammar = answer_grammar(fields, asked_for)
+    callable_tools = asked_tools(service.tokenizer, tools, choice, parallel=parallel)
+    fields.response_format = chat_format(fields.text.format, field="text") if fields.text and fields.text.format else None
+    grammar = answer_grammar(fields, callable_tools)
     thinking = fields.reasoning or SimpleNamespace(effort=None, summary=None)
     sampling = parameters.sampling_of(fields, service.sampling, service.model.config.eos_token_ids)
     limit = service.limit(fields, fields.max_output_tokens, default=NO_LIMIT)
@@ -66,11 +70,13 @@ async def responses(request: Request) -> Response:
     )
 
     def make() -> list[tuple[EngineRequest, dict[str, Any]]]:
+        chat.messages = turns(service.tokenizer, chat.messages)
         return [(EngineRequest(prompt=chat_text(service, chat), grammar=grammar), options)]
 
-    answers, calls = await service.submit(make, prompts=1, n=1), CallsOf(asked_for)
+    answers, calls = await service.submit(make, prompts=1, n=1), CallsOf(callable_tools)
     about = _about(fields) | dict(model=name, temperature=sampling.temperature, top_p=sampling.top_p)
-    output = Output(about, answers.usage, thoughts=SUMMARY if thinking.summary else THOUGHTS)
+    by_name = {tool.chat_name: tool for tool in known}
+    output = Output(about, answers.usage, thoughts=SUMMARY if thinking.summary else THOUGHTS, tools=by_name)
 
     def of_piece(_: int, piece: GenerationResponse) -> list[bytes]:
         return output.take(piece, calls.read(piece), [logprob(token) for token in piece.logprobs or ()])
@@ -108,7 +114,7 @@ def _about(fields: ResponsesRequest) -> dict[str, Any]:
         store=False,
         text=dict(format=(fields.text and fields.text.format) or dict(type="text")),
         tool_choice=fields.tool_choice or "auto",
-        tools=functions(fields.tools),
+        tools=[tool for tool in fields.tools or [] if tool.get("type") in RUNNABLE],
         top_logprobs=fields.top_logprobs or 0,
         truncation="disabled",
         user=fields.user,

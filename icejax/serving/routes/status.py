@@ -17,8 +17,7 @@ from icejax.serving.streaming import json_response
 async def health(request: Request) -> Response:
     """Says whether the server takes requests: 200 or 503, with how busy it is."""
     service: Service = request.app.state.service
-    if service.engine is not None and service.engine.failure is not None:
-        service.failed_on(service.engine.failure)
+    service.look_at_engine()
     value: dict[str, Any] = dict(status="ok" if service.phase is Phase.READY else service.phase.value)
     if service.engine is not None:
         load = service.engine.load
@@ -59,7 +58,7 @@ async def about(request: Request) -> Response:
     model = dict(model=service.names[0], has_chat_template=bool(getattr(service.tokenizer, "chat_template", None)))
     sizes = dict(context_length=engine.context_length, max_new_tokens=engine.max_new_tokens)
     cache = dict(cache=report.cache, budget=report.budget, device_bytes=report.device_kv_bytes + report.digest_bytes)
-    cache |= dict(host_bytes=report.host_kv_bytes, full_bytes=engine.full_kv_bytes, can_explain=report.host_kv_bytes > 0)
+    cache |= dict(host_bytes=report.host_kv_bytes, full_bytes=engine.full_kv_bytes, can_explain=engine.can_explain)
     response = json_response(model | sizes | cache)
     response.headers["Cache-Control"] = "no-store"
     return response

@@ -8,20 +8,40 @@ from typing import Any
 from icejax.checks.errors import quoted
 from icejax.serving import parameters
 from icejax.serving.errors import ApiError
+from icejax.serving.grammars import chat_format
 from icejax.serving.schemas import MessagesRequest
 from icejax.text.chat_messages import Message
 
 APART = ("thinking", "redacted_thinking", "tool_use", "tool_result")  # parts of a content that are no text
+BILLING = "x-anthropic-billing-header:"  # Claude Code's first system text; its later words may change with every request
+UNSEEN = "[a part of type {}, which this model cannot read]"
 
 
 def chat_of(fields: MessagesRequest) -> SimpleNamespace:
     """Returns the chat of a body, with OpenAI's messages and tools; ApiError 400 for fields that are not built."""
     parameters.refuse_not_built(fields)
     fields.stop = fields.stop_sequences or []
-    system = [] if not fields.system else [{"role": "system", "content": fields.system}]
+    form = fields.output_config and fields.output_config.format
+    fields.response_format = chat_format(form, field="output_config") if form else None
+    system = fields.system
+    if isinstance(system, list):
+        system = [part for part in system if not str(part.get("text")).startswith(BILLING)]
+    first = [{"role": "system", "content": system}] if system else []
     chat = [one for message in fields.messages for one in _messages(message)]
     tools = [_tool(tool) for tool in fields.tools or []]
-    return SimpleNamespace(messages=[*system, *chat], tools=tools or None, chat_template_kwargs=fields.chat_template_kwargs)
+    return SimpleNamespace(
+        messages=[*first, *chat],
+        tools=tools or None,
+        chat_template_kwargs=fields.chat_template_kwargs,
+        reasoning_effort=_effort(fields),
+    )
+
+
+def _effort(fields: MessagesRequest) -> str | None:
+    """Returns OpenAI's `reasoning_effort`."""
+    if (fields.thinking or {}).get("type") == "disabled":
+        return "none"
+    return fields.output_config and fields.output_config.effort
 
 
 def tool_choice(choice: dict[str, Any] | None) -> tuple[Any, bool]:
@@ -62,8 +82,16 @@ def _messages(message: Message) -> list[Message]:
 
 
 def _result(part: dict[str, Any]) -> Message:
+    """Returns a tool's result. An image in it becomes a note, because the client cannot take it back."""
     content = part.get("content")
+    if isinstance(content, list):
+        content = [_seen(one) for one in content]
     return {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": "" if content in (None, []) else content}
+
+
+def _seen(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else "text"
+    return part if kind == "text" or not isinstance(kind, str) else dict(type="text", text=UNSEEN.format(kind))
 
 
 def _call(part: dict[str, Any]) -> dict[str, Any]:

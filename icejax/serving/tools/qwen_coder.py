@@ -105,12 +105,16 @@ def json_of(text: str, kinds: set[str]) -> str:
     literals = {"true": "true", "false": "false", "none": "null", "null": "null"}
     plain = literals.get(text.strip().lower(), text.strip())
     try:
-        value = json.loads(plain)
+        value = json.loads(plain, parse_constant=_no_json)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     kind = TYPES[type(value)]
     fits = kind in kinds or (kind == "integer" and "number" in kinds) or "string" not in kinds
     return plain if fits else json.dumps(text, ensure_ascii=False)
+
+
+def _no_json(name: str) -> None:
+    raise ValueError(f"{name} is Python's, and no JSON")
 
 
 class QwenCoderParser(HermesParser):

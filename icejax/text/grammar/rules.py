@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from icejax.checks.errors import InputError, quoted
+from icejax.checks.errors import InputError, printable, quoted
 from icejax.text.chat_messages import json_value
 
 WIDEST = 1000  # keys of an object in a schema: llguidance takes time with their square, 1.2 s for 4,000
+MOST_GBNF = 500  # rules of a grammar in GBNF, and 2^15 characters: its conversion takes time with their square, 0.3 s for 500
 SPACES = "( |\\n[ \\t]{0,24})"  # between the parts of JSON: without an end to them a small model may write spaces for ever
 
 
@@ -68,6 +69,36 @@ class Grammar:
         if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
             raise InputError(f"a grammar's texts must be a list of texts, got {quoted(texts)}")
         return cls("answer: " + " | ".join(map(literal, texts)))
+
+    @classmethod
+    def context_free(cls, text: str) -> Grammar:
+        """Returns a grammar in llguidance's form of Lark, whose first rule is `start`, or in llama.cpp's GBNF, with `root`.
+
+        Raises:
+            InputError: it is no text, or GBNF that is broken, too long, or cannot be read because llguidance is not installed.
+        """
+        if not isinstance(text, str):
+            raise InputError(f"a grammar must be text, got {quoted(text)}")
+        return cls(f"answer: %lark {{\n{_lark(text)}\n}}")
+
+
+def _lark(text: str) -> str:
+    """Returns a grammar in Lark."""
+    try:
+        from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
+    except ImportError:
+        raise InputError("grammars need the package llguidance: pip install 'icejax[serve]'") from None
+    count = text.count("::=")
+    if not is_lark_syntax(text) and (count > MOST_GBNF or len(text) > 2**15):
+        message = f"a grammar in GBNF has {count} rules and {len(text)} characters, of at most {MOST_GBNF} and {2**15}"
+        raise InputError(f"{message}: shorten it, or write it in Lark")
+    try:
+        return any_to_lark(text)
+    except RecursionError:
+        raise InputError("a grammar in GBNF is nested too deeply") from None
+    except Exception as error:  # of its classes the package exports none, and some are plain
+        reason = printable(" ".join(str(error).split()))[:200]
+        raise InputError(f"the grammar is neither Lark, with a rule 'start:', nor GBNF: {reason}") from None
 
 
 def literal(text: str) -> str:

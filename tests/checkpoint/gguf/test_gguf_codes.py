@@ -1,6 +1,7 @@
 """GGUF's types that stay codes: each weight is what the `gguf` package makes of its bits, and models of codes give its logits."""
 
 import logging
+import re
 
 import gguf
 import jax.numpy as jnp
@@ -114,6 +115,19 @@ def test_models_of_codes_have_transformers_logits(name, kind, changes, tmp_path,
     weight = ours.model.embed_tokens.weight.get_value()
     assert isinstance(weight, Grouped) and "are dequantised as they are read:" not in caplog.text
     assert "matrices stored in GGUF's types" in caplog.text
+    np.testing.assert_allclose(all_logits(ours, prompt, Full()), reference(theirs, prompt), rtol=0, atol=tolerances.LOGITS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, kind", [("llama-gqa", "Q2_K"), ("qwen2-plain", "Q3_K"), ("qwen3-plain", "IQ3_S"), ("llama-gqa", "IQ2_XXS")]
+)
+def test_types_that_do_not_stay_codes_are_dequantised_and_told(name, kind, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    theirs, prompt = families.build(families.row(name), **BLOCKS_OF_256), families.tokens(150)
+    ours = load_model(gguf_files.write(theirs, tmp_path / "model.gguf", kind))
+    assert not isinstance(ours.model.embed_tokens.weight.get_value(), Grouped)
+    assert re.search(rf"model.gguf: tensors are dequantised as they are read: \d+ in {kind}$", caplog.text, re.MULTILINE)
     np.testing.assert_allclose(all_logits(ours, prompt, Full()), reference(theirs, prompt), rtol=0, atol=tolerances.LOGITS)
 
 

@@ -18,6 +18,7 @@ from icejax.checkpoint import load_model
 from icejax.checkpoint.folder import POINTER, resolve
 from icejax.checkpoint.gguf import folder as gguf_folder
 from icejax.checkpoint.gguf import metadata, numbers
+from icejax.checkpoint.gguf import parts as gguf_parts
 from icejax.checkpoint.gguf.metadata import read_header
 from icejax.checkpoint.gguf.numbers import CODES, read_numbers
 from icejax.checks.errors import InputError
@@ -280,6 +281,28 @@ def test_parts_under_wrong_names_are_refused(parts):
     shutil.copyfile(parts / SPLIT[0], parts / "x-00009-of-00003.gguf")
     with pytest.raises(InputError, match="expected a part's number up to the number of parts"):
         resolve(parts / "x-00009-of-00003.gguf")
+
+
+def test_parts_of_other_tensors_are_refused(parts, monkeypatch):
+    files, read = [parts / name for name in SPLIT], metadata.read_header
+    headers = {file: read(file) for file in files}
+    monkeypatch.setattr(gguf_parts, "read_header", headers.get)
+    [name, *_] = headers[files[0]].tensors
+    headers[files[2]] = headers[files[2]]._replace(tensors={name: headers[files[0]].tensors[name]})
+    with pytest.raises(InputError, match=rf"{SPLIT[2]} holds tensors of another part again \('{name}'\)$"):
+        gguf_parts.read_model(files[0])
+    headers[files[2]] = headers[files[2]]._replace(tensors={})
+    count = sum(len(header.tensors) for header in headers.values())
+    promised = headers[files[0]].values["split.tensors.count"]
+    with pytest.raises(InputError, match=f"{SPLIT[0]}: its parts hold {count} tensors, expected {promised}: fetch them again"):
+        gguf_parts.read_model(files[0])
+
+
+def test_what_is_no_file_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "model.gguf")  # opening it would wait for a writer
+    for path in (tmp_path / "model.gguf", tmp_path):
+        with pytest.raises(InputError, match=f"^{path} is no file: expected a GGUF file$"):
+            read_header(path)
 
 
 def test_a_folder_with_one_gguf_model_is_that_model(small, tmp_path):

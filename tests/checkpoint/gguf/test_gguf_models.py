@@ -192,6 +192,15 @@ REFUSED = {
     "other scaling": (dict(rope__scaling__type="su"), "rope.scaling.type 'su' is not supported"),
     "no factors": (dict(rope__scaling__type="longrope"), "rope_factors_long.weight and rope_factors_short.weight are missing"),
     "no factor": (dict(rope__scaling__type="yarn"), "yarn needs rope.scaling.factor of 1 or more"),
+    "part of yarn": (
+        dict(
+            rope__scaling__type="yarn",
+            rope__scaling__factor=4.0,
+            rope__scaling__original_context_length=64,
+            rope__scaling__yarn_ext_factor=0.5,
+        ),
+        "rope.scaling.yarn_ext_factor other than 1 is not supported",
+    ),
     "experts": (dict(expert_count=8), "is a llama with experts (Mixtral), which is not read from GGUF"),
 }
 
@@ -202,6 +211,17 @@ def test_a_model_that_is_not_read_is_one_line(tmp_path, case):
     with pytest.raises(InputError) as told:
         resolve(written(tmp_path, **changes))
     assert message in str(told.value) and "\n" not in str(told.value)
+
+
+def test_tensors_that_are_no_models_are_one_line(tmp_path):
+    model = read_model(written(tmp_path))
+    others = {name: tensor for name, tensor in model.tensors.items() if name != "token_embd.weight"}
+    with pytest.raises(InputError, match="^x has no matrix token_embd.weight: expected a language model, whole or with all"):
+        raw_config(model.values, others, read=None, source="x")
+    for shape in ((4, 2), (2**12 + 1,)):
+        odd = model.tensors | {"rope_freqs.weight": model.tensors["output_norm.weight"]._replace(shape=shape)}
+        with pytest.raises(InputError, match=r"^x: rope_freqs.weight has shape \[.*\], expected one number per frequency$"):
+            raw_config(model.values, odd, read=None, source="x")
 
 
 def test_an_unknown_architecture_is_one_line(tmp_path):

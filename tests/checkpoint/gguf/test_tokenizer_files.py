@@ -10,6 +10,7 @@ import tokenizers
 
 from icejax.checkpoint.generation_config import end_tokens
 from icejax.checkpoint.gguf import merges, vocabulary
+from icejax.checkpoint.gguf import tokenizer_files as files
 from icejax.checkpoint.gguf.pre_tokenizers import RULES
 from icejax.checkpoint.gguf.tokenizer_files import tokenizer_files
 from icejax.checks.errors import InputError
@@ -301,4 +302,12 @@ def test_sizes_are_bounded(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(merges, "MOST_MERGES", 1)
     with pytest.raises(InputError, match="^tokenizer.ggml.merges has .* entries: expected at most 1$"):
+        tokenizer_files(BPE)
+    monkeypatch.undo()
+    monkeypatch.setattr(vocabulary, "MOST_BYTES", 10)
+    with pytest.raises(InputError, match=r"^tokenizer.ggml.tokens has \d+ characters: expected at most 10$"):
+        tokenizer_files(BPE)
+    monkeypatch.undo()
+    monkeypatch.setattr(files, "MOST_BYTES", 100)
+    with pytest.raises(InputError, match=r"^the file's tokenizer.json would have \d+ bytes: expected at most 100$"):
         tokenizer_files(BPE)

@@ -75,19 +75,62 @@ def test_other_files_are_refused(tmp_path, line):
         code.problems(tmp_path / "text.gz")
 
 
+# What the model is asked, and where its answer ends: HumanEval's paper, and Qwen2.5-Coder's own evaluation.
+PAPER = (PROBLEM["prompt"], ["\nclass", "\ndef", "\n#", "\nif", "\nprint"])
+QWEN = (
+    f"Can you complete the following Python function?\n```python\n{PROBLEM['prompt']}\n``` ```python\n",  # a space without a chat
+    ["\n```"],
+)
+
+
 @pytest.mark.parametrize(
-    "name, answer",
+    "name, answer, asked",
     [
-        ("humaneval_plus", "    return sum(x) / len(x)\n"),
-        ("humaneval_plus_instruct", "import math\ndef mean(x):\n    return sum(x) / len(x)"),
+        ("humaneval_plus", "    return sum(x) / len(x)\n", PAPER),
+        ("humaneval_plus_instruct", "import math\ndef mean(x):\n    return sum(x) / len(x)", QWEN),
     ],
 )
-def test_a_task_runs_what_the_model_was_asked_for(tmp_path, name, answer):
+def test_a_task_runs_what_the_model_was_asked_for(tmp_path, name, answer, asked):
     (tmp_path / "evalplus").mkdir()
     write(tmp_path, PLUS).rename(tmp_path / code.FILES[name])
     task = code.task(name, Setting(words.model(), tmp_path))
-    [problem] = task.test_docs()
-    assert [task.process_results(problem, [text]) for text in (answer, answer + " + 1")] == [
-        {"pass@1": 1.0},
-        {"pass@1": 0.0},
-    ]
+    [problem], [(prompt, options)] = task.test_docs(), words.requests(task)
+    assert (prompt, options) == (asked[0], dict(until=asked[1], max_gen_toks=1024, do_sample=False))
+    # A tab is four spaces in Qwen's evaluation; Python does not say how many it is.
+    tabbed = answer.replace("    return", "    x = x\n\treturn")
+    scores = [task.process_results(problem, [text])["pass@1"] for text in (answer, answer + " + 1", tabbed)]
+    assert scores == [1, 0, int(name.endswith("instruct"))]
+
+
+def test_without_a_safe_sandbox_no_task_is_made(tmp_path, monkeypatch):
+    (tmp_path / "evalplus").mkdir()
+    write(tmp_path, PLUS).rename(tmp_path / code.FILES["humaneval_plus"])
+    refused = "^this machine has no way to run a model's programs safely: "
+
+    def unsafe(program):
+        raise programs.Unsafe("no Landlock")
+
+    monkeypatch.setattr(programs, "run", unsafe)
+    with pytest.raises(InputError, match=f"{refused}no Landlock$"):
+        code.task("humaneval_plus", Setting(words.model(), tmp_path))
+    monkeypatch.setattr(programs, "run", lambda program: "failed")
+    with pytest.raises(InputError, match=f"{refused}a program that only imports of the standard library failed$"):
+        code.task("humaneval_plus", Setting(words.model(), tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, count", [("humaneval", 72), ("humaneval_plus", 60)])
+def test_published_completions_pass_as_published(data, name, count):
+    """Of the completions of Qwen2.5-Coder-1.5B, 72 of 164 are published as passed by HumanEval's tests, 60 by EvalPlus's too."""
+    folder = data / "evalplus/qwen2.5-coder-1.5b-base"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is missing: humaneval of qwencoder-eval/base in QwenLM/Qwen2.5-Coder")
+    lines = map(json.loads, gzip.open(folder / "humaneval-generated.jsonl.gz", "rt"))
+    answers = {line["task_id"]: line["completion"] for line in lines}
+    verdicts = json.load(gzip.open(folder / "humaneval-generated_eval_results.json.gz"))["eval"]
+    asked = ("base_status",) if name == "humaneval" else ("base_status", "plus_status")
+    published = {name for name, [verdict] in verdicts.items() if all(verdict[status] == "pass" for status in asked)}
+    problems = {problem["task_id"]: problem for problem in code.problems(data / code.FILES[name])}
+    assert (len(problems), len(published)) == (164, count)
+    ends = {name: code.passes(code.program(problem, "\n" + answers[name])) for name, problem in problems.items()}
+    assert {name for name, end in ends.items() if end["pass@1"]} == published

@@ -111,6 +111,22 @@ def test_a_long_prompt_loses_its_middle_and_code_gets_no_chat_template(tmp_path)
     assert words.requests(task)[0][1] == dict(until=[], max_gen_toks=6, do_sample=False)
 
 
+def test_six_data_sets_are_continued_without_a_chat_template(tmp_path):
+    for dataset in longbench_scores.SCORES:
+        need_packages(dataset)
+        write(tmp_path, dataset, dict(prompt="text", gold=["x"]))
+    asked = {
+        dataset: words.requests(
+            longbench.task(f"minilongbench_{dataset}", Setting(words.model(), tmp_path)),
+            apply_chat_template=True,
+            chat_template=lambda messages, **_: f"<{messages[-1]['content']}>",
+        )[0][0]
+        for dataset in longbench_scores.SCORES
+    }
+    continued = {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
+    assert asked == {dataset: "text" if dataset in continued else "<text>" for dataset in asked} and len(asked) == 21
+
+
 def test_a_cut_text_that_has_more_tokens_than_its_parts_is_cut_further():
     model = words.model()
     # Each decoded half ends with "a", which counts twice in a text: halves of four tokens make 10, of three 5.

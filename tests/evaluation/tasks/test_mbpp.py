@@ -111,8 +111,10 @@ def test_prompts_are_those_of_qwens_evaluation(tmp_path):
     assert base == text + "\n" and options["until"] == ["\nif __name__", "\ndef main(", "\nprint(", '\n"""', "\nassert"]
     assert instruct.startswith(f"Can you complete the following Python function?\n```python\n{text}\n```")
     assert instruct.endswith("```python\n") and chat_options["until"] == ["\n```"]
-    [row] = tasks["mbpp_plus"].dataset["test"]
-    assert tasks["mbpp_plus"].process_results(row, [PROBLEM["canonical_solution"]]) == {"pass@1": 1.0}
+    [row], solution = tasks["mbpp_plus"].dataset["test"], PROBLEM["canonical_solution"]
+    answers = [solution, solution.replace("    return", "    a = a\n\treturn")]  # a tab is four spaces in Qwen's evaluation
+    scores = {name: [tasks[name].process_results(row, [answer])["pass@1"] for answer in answers] for name in mbpp.NAMES}
+    assert scores == dict(mbpp_plus=[1, 0], mbpp_plus_instruct=[1, 1])
 
 
 @pytest.mark.parametrize("line", [PROBLEM | dict(task_id="HumanEval/0"), PROBLEM | dict(plus_input=3), dict(prompt="a"), [1]])
@@ -124,17 +126,22 @@ def test_other_files_are_refused(tmp_path, line):
 
 
 @pytest.mark.slow
-def test_published_completions_pass_as_published(data):
-    """Of the completions of Qwen2.5-Coder-1.5B, 225 of 378 are published as passed."""
+@pytest.mark.parametrize(
+    "statuses, count, newer",
+    [(("base_status",), 265, NEWER | {"Mbpp/232"}), (("base_status", "plus_status"), 225, NEWER)],
+    ids=["base", "plus"],
+)
+def test_published_completions_pass_as_published(data, statuses, count, newer):
+    """Of the completions of Qwen2.5-Coder-1.5B, 265 of 378 are published as passed by MBPP's tests, 225 by EvalPlus's too."""
     folder = data / "evalplus/qwen2.5-coder-1.5b-base"
     if not folder.is_dir():
         pytest.skip(f"{folder} is missing: mbpp of qwencoder-eval/base in QwenLM/Qwen2.5-Coder")
     lines = map(json.loads, gzip.open(folder / "mbpp-generated.jsonl.gz", "rt"))
     answers = {line["task_id"]: line["completion"] for line in lines}
     verdicts = json.load(gzip.open(folder / "mbpp-generated_eval_results.json.gz"))["eval"]
-    problems = {problem["task_id"]: problem for problem in mbpp.problems(data / mbpp.FILE)}
-    published = {name for name in problems if verdicts[name][0]["base_status"] == "pass" == verdicts[name][0]["plus_status"]}
-    assert (len(problems), len(published)) == (378, 225)
+    problems = {problem["task_id"]: problem for problem in mbpp.problems(data / mbpp.FILE, plus="plus_status" in statuses)}
+    published = {name for name in problems if all(verdicts[name][0][status] == "pass" for status in statuses)}
+    assert (len(problems), len(published)) == (378, count)
     asked = set(problems) - SLOW
     passed = {name for name in asked if programs.run(mbpp.program(problems[name], answers[name]), seconds=20) == "passed"}
-    assert passed == published - SLOW | NEWER
+    assert passed == published - SLOW | newer

@@ -17,6 +17,9 @@ from icejax.evaluation.setting import Setting  # noqa: E402
 from icejax.evaluation.tasks import ruler, ruler_needles, ruler_questions  # noqa: E402
 
 SAMPLES = 4
+NEW_TOKENS = dict(
+    niah=128, vt=30, cwe=120, fwe=50, qa=32
+)  # `tokens_to_generate` of RULER's scripts/data/synthetic/constants.py
 LENGTHS = (2000, 4096)
 WORDS = {
     kind: sorted({"".join(letters) for letters in product(kind[:3], "aeiou", "bdgklmnr", "aeiou", "st")})
@@ -103,7 +106,7 @@ def test_prompts_fit_and_a_solver_by_rules_is_always_right(folder, kind, length)
     asked = words.requests(task)
     assert len(rows) == SAMPLES and len({row["prompt"] for row in rows}) == SAMPLES
     for row, (prompt, options) in zip(rows, asked, strict=True):
-        assert prompt == row["prompt"] + row["prefix"]
+        assert prompt == row["prompt"] + row["prefix"] and options["max_gen_toks"] == NEW_TOKENS[kind.partition("_")[0]]
         tokens = len(words.encode(prompt)) + options["max_gen_toks"]
         # Documents of HotpotQA come ten at least; other prompts fill at least three quarters of their length.
         assert (0.75 if kind != "qa_2" else 0.4) * length < tokens <= length

@@ -116,6 +116,7 @@ TRANSCRIPTS = [
         ],
     ),
     ("qwencoder", xml("typed", maybe="5", days="few"), call(0, "typed", '{"maybe": "5", "days": "few"}')),
+    ("qwencoder", xml("typed", days="NaN", list="[-Infinity]"), call(0, "typed", '{"days": "NaN", "list": "[-Infinity]"}')),
     ("qwencoder", "<tool_call><function=f></function></tool_call>", call(0, "f", "{}")),
     ("qwencoder", xml("typed", text=""), call(0, "typed", '{"text": ""}')),
     ("qwencoder", "<tool_call>\n{}\n</tool_call>", [Text("<tool_call>\n{}\n</tool_call>")]),
