@@ -74,7 +74,7 @@ FAULTS = (
     ("engine/penalties.py", "if vocabulary is None:", "if True:", "engine/test_penalties.py::test_batches_without_penalties_get_neutral_ones_beside_others"),
     ("engine/decode/logprobs.py", "USUAL if most <= USUAL else 1", "1", "api/test_prompt_logprobs.py::test_one_program_serves_all_numbers_that_clients_ask_for"),
     ("serving/warm.py", 'f"{SALT} {size}"', "SALT", "serving/test_lifecycle.py::test_a_warm_up_has_a_prompt_of_every_size_and_rows_of_every_kind"),
-    ("serving/turns.py", "any(is_late) and not _writes_late_system(tokenizer)", "False", "serving/test_agents.py::test_a_later_system_message_is_the_users_where_the_template_refuses_it[given]"),
+    ("serving/routes/turns.py", "any(is_late) and not _writes_late_system(tokenizer)", "False", "serving/test_agents.py::test_a_later_system_message_is_the_users_where_the_template_refuses_it[given]"),
     ("serving/responses/asked.py", "[one for one in found if one.chat_name not in names] + new", "found + new", "serving/test_agents.py::test_codex_may_bring_its_tools_as_an_item[given]"),
     ("serving/tools/anthropic.py", ' if not str(part.get("text")).startswith(BILLING)', "", "serving/test_agents.py::test_claude_code_calls_tools_over_several_turns[given]"),
     ("serving/routes/messages.py", "bool(fields.stop) and ", "", "serving/test_agents.py::test_claude_code_calls_tools_over_several_turns[given]"),
