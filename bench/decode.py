@@ -30,10 +30,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench import shapes
 from bench.flags import flag, listed, make_folder, numbers
-from bench.scopes import by_scope, python_ms, traced
-from bench.subjects import DotProduct, Icejax, Transformers
+from bench.steps import shapes
+from bench.steps.scopes import by_scope, python_ms, traced
+from bench.steps.subjects import DotProduct, Icejax, Transformers
 from icejax.cache.options import cache_options, make_policy
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer

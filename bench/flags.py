@@ -1,4 +1,4 @@
-"""What the commands of `bench/` share: lists and compiler options as values of options, and the rows that they print."""
+"""Shared by the commands of `bench/`: lists and compiler options as values of options, and the rows that they print."""
 
 from __future__ import annotations
 

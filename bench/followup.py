@@ -1,15 +1,15 @@
-"""Time of a text behind a cache: ``python -m bench.followup --model FOLDER --behind 1024,8192``.
+"""Time of a later text of a session: ``python -m bench.followup --model FOLDER --after 1024,8192``.
 
 A session's later text runs through `icejax.engine.extend`. It should cost what it computes: a prefill of its own tokens, and
 plain attention of its queries to all cached tokens, whatever room the context has left. So each row has the median seconds of
 
-- `followup_s`: a text of n tokens behind a cache, up to its first token's logits
+- `followup_s`: a text of n tokens after a cache, up to its first token's logits
 - `prefill_s`: a prefill of n tokens without a cache
 - `attention_s`: `jax.nn.dot_product_attention` of n queries to as many keys as the cache holds, in all layers
-- `transformers_s` (with `--transformers`): the same text behind a DynamicCache, fp32 SDPA
+- `transformers_s` (with `--transformers`): the same text after a DynamicCache, fp32 SDPA
 
 and `ratio`, followup_s / (prefill_s + attention_s). A turn is a text and one decode step; a warm-up of two turns is not timed.
-`compiled` counts the programs that later turns compiled. Caches behind more than 8,192 tokens are filled as in `bench.decode`.
+`compiled` counts the programs that later turns compiled. Caches after more than 8,192 tokens are filled as in `bench.decode`.
 The output is one JSON line per row; a table goes to stderr.
 """
 
@@ -28,8 +28,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.fill import fill
 from bench.flags import listed, numbers
+from bench.steps.fill import fill
 from icejax.api.generate import ASSETS
 from icejax.cache.options import make_policy
 from icejax.checkpoint.load import load_model

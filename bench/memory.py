@@ -2,8 +2,8 @@
 
 Every row runs `icejax chat` in a process of its own: it loads the model and answers two messages of `--words` words. The output
 is one JSON line per row with the resident bytes of the process (Linux alone tells them): after the imports, after loading, and
-after each answer; and the bytes of its weights and of its cache, reserved room included. `excess` is what the process holds
-after the second answer beyond its imports, over weights and cache: 1.3 means 30% more than them.
+after each answer; and the bytes of its weights and of its cache, reserved room included. `excess` is the memory of the
+process after the second answer, without its imports, over weights and cache: 1.3 means 30% more than them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from flax import nnx
 
 from bench.flags import listed
-from bench.sizes import nbytes
+from bench.steps.sizes import nbytes
 from icejax.cache.registry import names
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer

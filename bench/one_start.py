@@ -61,7 +61,7 @@ def measure(model: str, cache: str, programs: str, prompt_tokens: int, new_token
         begun: `time.monotonic()` when the process was started.
     """
     sys.modules.setdefault("torch", None)  # as the command does: transformers would import it
-    import icejax.commands.generate  # noqa: F401 (what the command imports)
+    import icejax.commands.generate  # noqa: F401 (the command imports it)
     from icejax.api.generate import ASSETS, load, stream_generate
     from icejax.cache.options import make_policy
     from icejax.runtime.compile_cache import keep_programs

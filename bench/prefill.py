@@ -20,8 +20,8 @@ from concurrent.futures import ProcessPoolExecutor
 import jax
 import numpy as np
 
-from bench import shapes
 from bench.flags import listed, numbers
+from bench.steps import shapes
 from icejax.cache.options import make_policy
 from icejax.checkpoint.load import DTYPES
 from icejax.checks.errors import InputError

@@ -1,6 +1,6 @@
 """Texts for a model of any tokenizer, and questions at their end whose true continuations are known.
 
-`bench.compare`, `bench.pages`, `bench.calibrate` and `bench.two_precisions` take them.
+`bench.compare`, `bench.attention.pages`, `bench.attention.calibrate` and `bench.attention.two_precisions` take them.
 
 The texts are Python's own, so that a version of Python and a number give the same text on every machine: the modules of the
 standard library, and the language reference. There are two tasks:
@@ -115,7 +115,7 @@ def _begin(tokenizer: Any) -> list[int]:
 
 
 def _question(tokenizer: Any, question: str, continuation: str) -> Question | None:
-    """Returns a question; None if it is too long, or its last token would be another one with the continuation behind it."""
+    """Returns a question; None if it is too long, or its last token would be another one with the continuation after it."""
     tokens, both = _encode(tokenizer, question), _encode(tokenizer, question + continuation)
     if both[: len(tokens)] != tokens or len(tokens) + CONTINUED > LONGEST:
         return None

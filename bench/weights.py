@@ -28,14 +28,15 @@ from rich.console import Console
 from rich.table import Table
 
 import icejax
-from bench import humaneval, shapes
+from bench import humaneval
 from bench.flags import listed, numbers
 from bench.needle import language
 from bench.needle.evaluate import SHORTEST, evaluate
 from bench.panel import reads_bytes
 from bench.program.compile import abstract_model
-from bench.sizes import nbytes
-from bench.subjects import Icejax
+from bench.steps import shapes
+from bench.steps.sizes import nbytes
+from bench.steps.subjects import Icejax
 from icejax.api.generate import ASSETS
 from icejax.checkpoint.quantized.rounding import METHODS
 from icejax.checks.errors import InputError

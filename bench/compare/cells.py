@@ -36,7 +36,7 @@ class Contender:
     """A policy with a budget.
 
     Attributes:
-        name: its name in tables, with options behind colons.
+        name: its name in tables, with options after colons.
         asked: its budget as given on the command line, a number or a share; `all` for a policy without a budget.
         tokens: the budget in tokens; None for a policy without a budget.
         policy: the policy with its options; a tuned policy (`bench.compare.tuned`) has them before tuning.
@@ -99,7 +99,7 @@ def contenders(names: Sequence[str], budgets: Sequence[str], length: int) -> tup
     """Returns every policy with every budget, and an error line for each budget that a policy refuses.
 
     Args:
-        names: names of policies with options behind colons, such as clustered:candidates=1.
+        names: names of policies with options after colons, such as clustered:candidates=1.
     """
     accepted, left_out = [], []
     tokens_by_budget = {budget: _tokens(budget, length) for budget in budgets}
@@ -119,7 +119,7 @@ def contenders(names: Sequence[str], budgets: Sequence[str], length: int) -> tup
 
 
 def policy_from(name: str, budget: int | None = None, length: int = 0) -> CachePolicy:
-    """Returns the policy of a name with options behind colons; these replace options that follow from budget and length."""
+    """Returns the policy of a name with options after colons; these replace options that follow from budget and length."""
     name, *texts = name.split(":")
     options = dict(text.partition("=")[::2] for text in texts)
     if "budget" in options:

@@ -31,7 +31,7 @@ from bench.compare import cells, tuned
 from bench.compare.cells import Contender
 from bench.compare.subject import Measured, Subject
 from bench.compare.text import SHORT, Text
-from bench.sizes import fetched_bytes, fetched_per_step, nbytes
+from bench.steps.sizes import fetched_bytes, fetched_per_step, nbytes
 from icejax.cache.options import make_policy
 from icejax.cache.pool.page_format import pool_bytes, pool_shapes
 from icejax.cache.protocol import CachePolicy
@@ -51,8 +51,8 @@ class Asked:
 
     Attributes:
         continuation: the tokens of the true continuation.
-        before: the text with the question behind it.
-        answered: the text with question and continuation behind it.
+        before: the text with the question after it.
+        answered: the text with question and continuation after it.
         logits: the full cache's logits after all tokens of the continuation, f32[tokens, vocabulary].
     """
 
@@ -63,7 +63,7 @@ class Asked:
 
     @classmethod
     def of(cls, text: Text, question: texts.Question) -> Asked:
-        """Reads a question and its continuation behind a text."""
+        """Reads a question and its continuation after a text."""
         answered = text.then([*question.tokens, *question.continuation])
         return cls(question.continuation, text.then(question.tokens), answered, answered.logits()[len(question.tokens) :])
 

@@ -14,7 +14,7 @@ from bench.compare.rows import FIRST
 from bench.markdown import NONE, table
 
 RESAMPLES = 2000
-CODES = ("q8_0", "q4_0", "kivi")  # full caches in codes come behind the oracles
+CODES = ("q8_0", "q4_0", "kivi")  # full caches in codes come after the oracles
 OURS = ("clustered", "coded", "packed")
 START = """# Cache policies on published models
 

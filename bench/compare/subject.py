@@ -14,7 +14,7 @@ import numpy as np
 
 from bench.compare.text import Text
 from bench.needle.reader import Reader
-from bench.sizes import fetched_bytes
+from bench.steps.sizes import fetched_bytes
 from icejax.cache.pool.extents import SCRATCH_EXTENT
 from icejax.cache.pool.host_pool import PoolLayer
 from icejax.cache.pool.page_format import pool_bytes, without_codes
@@ -67,7 +67,7 @@ class Subject(Reader):
         self.kept_s = time.perf_counter() - started
 
     def measure(self, text: Text, steps: int = STEPS, options: Mapping[str, float] | None = None) -> Measured:
-        """Returns errors of the first tokens after the taken text; `text` is the same text with these tokens behind it.
+        """Returns errors of the first tokens after the taken text; `text` is the same text with these tokens after it.
 
         Args:
             steps: most tokens, at most 16, because no page leaves the window here.

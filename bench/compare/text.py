@@ -77,7 +77,7 @@ class Text:
         return replace(self, tokens=all_tokens, behind=behind, last=outputs[-1], next=next_token, seconds=seconds)
 
     def logits(self) -> np.ndarray:
-        """Returns the logits after each of the tokens behind the text, f32[tokens, vocabulary]."""
+        """Returns the logits after each of the tokens after the text, f32[tokens, vocabulary]."""
         return np.asarray(_logits(self.model, self.last), np.float32)[: len(self.tokens) - self.base]
 
     def under(self, plan: Plan) -> Iterator[tuple[jax.Array, tuple[Any, jax.Array | None]]]:

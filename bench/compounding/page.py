@@ -41,7 +41,7 @@ that of the text, and of all that a policy draws. `full` shows rounding: its own
 - `random-pages`: sinks, window and random pages; nothing else counts. `streaming`: sinks and the newest tokens. `topk`: the
   oracle, each query head's best tokens.
 """
-FIRST = ("full", "topk", "clustered", "coded")  # others come behind them by name
+FIRST = ("full", "topk", "clustered", "coded")  # others come after them by name
 MISPLACED = "misplaced"
 Group = list[dict]  # the rows of all seeds of a policy at a budget
 

@@ -1,6 +1,6 @@
 """Caches for comparison that are no option of icejax: tokens in pages that are not theirs, and pages chosen at random.
 
-Names have options behind colons, as those of `bench.compare` have: `misplaced:share=0.05:page_size=8`, `random-pages`.
+Names have options after colons, as those of `bench.compare` have: `misplaced:share=0.05:page_size=8`, `random-pages`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from bench import panel, texts
-from bench.capture import needle_prompt
+from bench.attention.capture import needle_prompt
 from bench.compare import cells
 from bench.compare.cells import Contender
 from bench.compare.forced import Adaptive
@@ -83,7 +83,7 @@ def measured(
 
 
 def document(tokenizer: Any, length: int, seed: int) -> texts.Document:
-    """Returns a text and a question behind it: to write a function of the text again or, where tokens are bytes, a pass key."""
+    """Returns a text and a question after it: to write a function of the text again or, where tokens are bytes, a pass key."""
     if not panel.reads_bytes(tokenizer):
         return texts.document(tokenizer, "function", tokens=length - SHORT, number=seed)
     end = length - SHORT

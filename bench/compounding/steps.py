@@ -21,12 +21,12 @@ PROBED = 16  # steps whose attention is compared with exact attention; in more o
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text with a question behind it, which a cache continues.
+    """A text with a question after it, which a cache continues.
 
     Attributes:
         text: the text alone.
         question: tokens of the question.
-        before: the text with the question behind it.
+        before: the text with the question after it.
     """
 
     text: Text
@@ -46,7 +46,7 @@ class Prompt:
 
 
 class Stepwise(Forced):
-    """A policy that decodes `steps` tokens behind a prompt.
+    """A policy that decodes `steps` tokens after a prompt.
 
     Attributes:
         logits: the logits of steps that nobody has asked for yet, f32[vocabulary] each.
@@ -62,7 +62,7 @@ class Stepwise(Forced):
         return chosen
 
     def write(self, token: int, count: int) -> tuple[list[int], list[np.ndarray]]:
-        """Returns a token and the `count` tokens that the policy writes after it, and the logits behind all but the last.
+        """Returns a token and the `count` tokens that the policy writes after it, and the logits after all but the last.
 
         The policy's cache does not change.
         """
@@ -71,7 +71,7 @@ class Stepwise(Forced):
         return tokens, logits
 
     def reference(self, prompt: Prompt, steps: int) -> tuple[Asked, dict[str, Any]]:
-        """Returns the text of `1 + steps` tokens that the policy writes behind a prompt, and the figures of a row.
+        """Returns the text of `1 + steps` tokens that the policy writes after a prompt, and the figures of a row.
 
         Of the full cache, whose text it is, they tell how far decoding alone is from exact attention over the whole text.
         """
@@ -85,7 +85,7 @@ class Stepwise(Forced):
     def follow(self, prompt: Prompt, asked: Asked) -> dict[str, Any]:
         """Returns the figures of a row: the policy is forced along a text, and writes its own where it would leave the text.
 
-        Up to there both are the same steps, so that they are taken once.
+        Up to there both are the same steps, so they run once.
         """
         self.read_question(asked)
         figures, (first, *later) = self.errors(asked), asked.continuation
@@ -145,7 +145,7 @@ def forced(asked: Asked, kl: Sequence[float], best: Sequence[int]) -> dict[str, 
     """Returns KL and agreement along the full cache's text.
 
     Args:
-        kl: KL divergence from exact attention behind each token but the last.
+        kl: KL divergence from exact attention after each token but the last.
         best: the policy's most likely token there.
     """
     return dict(kl=binned(kl), agreement=binned(asked.logits[:-1].argmax(-1) == best))
@@ -157,7 +157,7 @@ def written(reference: Sequence[int], own: Asked, kl: Sequence[float]) -> dict[s
     Args:
         reference: the full cache's text.
         own: the policy's text, with exact attention's logits along it.
-        kl: KL divergence from these logits behind each token but the last.
+        kl: KL divergence from these logits after each token but the last.
     """
     equal = np.equal(own.continuation, reference)
     return dict(

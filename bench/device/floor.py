@@ -14,7 +14,7 @@ OVER_BUS = "moved_bytes_per_step"
 
 
 def target(device: str) -> Target | None:
-    """Returns the target of a device by its name in JAX; None if there is none."""
+    """Returns the target of a device by its name in JAX, or None."""
     return next((TARGETS[target_name] for name, target_name in NAMES.items() if name in device), None)
 
 

@@ -29,7 +29,7 @@ class Sizes:
     """Sizes of all parts.
 
     Attributes:
-        model, cache: shapes of `bench.shapes`: a whole model, and a model with little besides attention.
+        model, cache: shapes of `bench.steps.shapes`: a whole model, and a model with little besides attention.
         short, long, longest: contexts in tokens.
         needle: context of the needles, in tokens.
         questions: needle questions per task.

@@ -1,4 +1,4 @@
-"""What is timed: a model in an engine, its prompts, and requests whose tokens get the time at which a caller reads them."""
+"""A model in an engine, its prompts, and requests whose tokens get the time at which a caller reads them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The runs of `icejax evaluate` behind bench/results/evaluation.md, and the page: ``python -m bench.evaluation``."""
+"""The runs of `icejax evaluate` for bench/results/evaluation.md, and the page: ``python -m bench.evaluation``."""

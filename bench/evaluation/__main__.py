@@ -111,7 +111,7 @@ def _alone(run: Run, command: list[str], console: Console) -> None:
 
 
 def _together(group: list[Run], commands: list[list[str]], out: Path, loaded: tuple | None, console: Console) -> tuple:
-    """Runs the caches of a group behind one prefill; returns the model and the tokenizer, loaded if they were not."""
+    """Runs the caches of a group after one prefill; returns the model and the tokenizer, loaded if they were not."""
     from bench.evaluation.together import Together, stream  # imports JAX and the harness, which a dry run does not need
     from icejax.commands import evaluate, options
 

@@ -1,4 +1,4 @@
-"""Several caches of one model that answer the same requests, each prompt behind one exact prefill.
+"""Several caches of one model that answer the same requests, each prompt after one exact prefill.
 
 The harness asks `Together`, and every cache's `HarnessModel` records its own answers, as `icejax evaluate` does. A run of
 `icejax evaluate` with one of the caches then reads all answers, and only scores them.
@@ -71,7 +71,7 @@ class Together(HarnessModel):
         return super()._answered(asked, tasks, read, what, quiet)
 
     def _ask(self, prompts: int, line: str, ask: Callable[[HarnessModel], Any]) -> None:
-        """Asks every model, behind one prefill of each of the `prompts`."""
+        """Asks every model, after one prefill of each of the `prompts`."""
         with shared_prefill(prompts, self._folder):
             for one in self._models:
                 started = time.perf_counter()

@@ -2,7 +2,7 @@
 
 The output is one JSON line per program: kernels, graph launches, copies from and to the host, sorts and selections, operations
 that block the host, bytes by named scope, memory, copies of the pool, an estimate of the milliseconds, and their floor. Tables,
-and the assumptions behind the estimate, go to stderr. `--target`, `--context`, `--batch`, `--cache` and `--weights` take lists;
+and the assumptions of the estimate, go to stderr. `--target`, `--context`, `--batch`, `--cache` and `--weights` take lists;
 with int8, fp8 or int4, matrices are codes as `--quantize` makes them. Nothing runs on a device, and no array of a cache's size
 is made. The compilers come with ``pip install -e '.[aot]'``, for jax 0.10.2.
 """
@@ -17,9 +17,9 @@ import sys
 import jax
 from rich.console import Console
 
-from bench import shapes
 from bench.flags import flag, numbers, print_rows
 from bench.program import compile, estimate, report, targets
+from bench.steps import shapes
 from icejax.cache.options import cache_options, make_policy
 from icejax.checkpoint.quantized.rounding import METHODS
 from icejax.checks import numbers as ranges

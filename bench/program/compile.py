@@ -20,8 +20,8 @@ import numpy as np
 from flax import nnx
 from jax._src.lib import _jax, xla_client
 
-from bench import shapes
 from bench.program.targets import Target
+from bench.steps import shapes
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.extents import extents_for
 from icejax.cache.pool.page_format import pool_shapes

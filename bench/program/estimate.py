@@ -14,7 +14,7 @@ import jax
 from bench.program.compile import Step, on_host
 from bench.program.targets import Target
 from bench.program.work import Work
-from bench.sizes import fetched_bytes, fetched_per_step, nbytes
+from bench.steps.sizes import fetched_bytes, fetched_per_step, nbytes
 from icejax.cache.bases.retrieval import PagedState, Retrieval
 from icejax.cache.policies.clustered import Clustered
 from icejax.cache.pool.page_format import pool_shapes
@@ -94,7 +94,7 @@ _TPU_REASONS = (
 
 
 def reasons(target: Target, *, concurrent: bool) -> list[str]:
-    """Returns the assumptions behind the estimate, one sentence each."""
+    """Returns the assumptions of the estimate, one sentence each."""
     rates = RATES[target.name]
     scale = dict(device=1e-6, bus=1e-3)
     shown = {}

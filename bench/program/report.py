@@ -11,8 +11,8 @@ from rich.table import Table
 from bench.program import estimate, hlo, thunks, work
 from bench.program.compile import Step, compile_for, on_host
 from bench.program.targets import Target
-from bench.scopes import scope_of
-from bench.sizes import nbytes
+from bench.steps.scopes import scope_of
+from bench.steps.sizes import nbytes
 from icejax.runtime import compiler_options
 
 _MODE = "xla_gpu_command_buffer_scheduling_mode"

@@ -91,7 +91,7 @@ def _of_thunks(module: Module, thunk_list: list[Thunk], scopes: dict[str, str], 
 
 
 def _sources(computation: dict[str, Instruction], instruction: Instruction) -> Iterator[str]:
-    """Yields the names of instructions that compute the operands, behind instructions that only rename arrays."""
+    """Yields the names of instructions that compute the operands, after instructions that only rename arrays."""
     for name in instruction.operands:
         source = computation.get(name)
         if source is not None and source.opcode in FREE:

@@ -1,1 +1,1 @@
-"""What one of several devices has, computes and moves in a decode step, and the least time that each link needs."""
+"""The arrays, computations and traffic of one of several devices in a decode step, and the least time of each link."""

@@ -18,13 +18,13 @@ from typing import Any
 
 import jax
 
-from bench import shapes
 from bench.flags import listed, make_folder, numbers, print_rows
 from bench.program import compile, targets
 from bench.program.__main__ import PLAIN, versions
 from bench.scale import page
 from bench.scale.links import MACHINES, bounds, machine
 from bench.scale.programs import Counting
+from bench.steps import shapes
 from icejax.cache.options import make_policy
 from icejax.checkpoint.quantized.rounding import METHODS
 from icejax.checks.errors import InputError

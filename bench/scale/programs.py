@@ -9,8 +9,8 @@ import jax
 from bench.program import hlo, thunks, work
 from bench.program.compile import Step, compile_for, decode_step, shares
 from bench.program.targets import Target
-from bench.scopes import scope_of
-from bench.sizes import nbytes
+from bench.steps.scopes import scope_of
+from bench.steps.sizes import nbytes
 from icejax.cache.protocol import CachePolicy
 from icejax.engine.plan import make_plan
 from icejax.models.decoder import CausalLM

@@ -1,4 +1,4 @@
-"""What is measured: loads, questions about one document, clients that leave, and memory over a long time."""
+"""The measurements: loads, questions about one document, clients that leave, and memory over a long time."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ START_S = 600.0
 
 @dataclass(frozen=True)
 class Job:
-    """What a peer serves: a GGUF file or the folder made of it, to so many requests at once, each of at most so many tokens."""
+    """The task of a peer: the GGUF file, or the folder made of it, that it serves; requests at once; most tokens of each."""
 
     file: Path
     folder: Path

@@ -54,5 +54,5 @@ def slope(minutes: Sequence[float], values: Sequence[float]) -> float:
 
 
 def rounded(row: dict) -> dict:
-    """Returns a row with four digits behind the point."""
+    """Returns a row with four digits after the point."""
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}

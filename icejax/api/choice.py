@@ -34,11 +34,11 @@ LONGEST = 2**20  # tokens up to which a crossing is searched
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a choice reads of a machine.
+    """The facts of a machine that a choice uses.
 
     Attributes:
         platform, kind: of the device, as `cpu` and `cpu`, or `gpu` and `NVIDIA H200`.
-        device_free: bytes of the device's memory beside the weights.
+        device_free: free bytes of the device's memory, without the weights.
         host_free: bytes of host memory for pages.
         one_memory: whether both are the same memory, as on a CPU.
     """
@@ -72,7 +72,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a cache takes.
+    """The costs of a cache.
 
     Attributes:
         device, host: bytes on the device, and in host memory.
@@ -204,7 +204,7 @@ def _cost(config: ModelConfig, dtype: str, machine: Machine, policy: CachePolicy
             parts[pair] = _layer_cost(*pair, machine.rates)
     layers = [parts[pair] for pair in zip(layout.policies, specs, strict=True)]
     device = sum(size for size, _ in layers)
-    if sizes["batch_size"] > 1:  # a prefilled row stands beside the batch before it joins it
+    if sizes["batch_size"] > 1:  # a prefilled row has its own arrays until it joins the batch
         device += device // sizes["batch_size"]
     return Cost(device + _activations(config, layout), _pool_bytes(layout), sum(us for _, us in layers))
 

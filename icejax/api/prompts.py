@@ -71,7 +71,7 @@ def chat(
 
 
 def first_messages(system: str | None) -> list[dict[str, str]]:
-    """Returns the messages that a chat begins with: the system message, if there is one."""
+    """Returns the first messages of a chat: the system message, or none."""
     return [] if system is None else [message("system", system)]
 
 

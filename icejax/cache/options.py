@@ -26,7 +26,7 @@ def option_texts(name: str) -> dict[str, str]:
     texts = {option: " ".join(text.split()) for option, text in entries}
     return {
         field.name: f"{texts.get(field.name, '').rstrip('.')} (default: {str(field.default).lower()})"
-        for field in dataclasses.fields(policy)
+        for field in _options(policy)
     }
 
 
@@ -46,7 +46,7 @@ def make_policy(name: str, options: dict[str, Any]) -> CachePolicy:
     if not isinstance(options, Mapping):
         raise InputError(f"cache options must be a mapping of names to values, got {quoted(options)}")
     policy, values = entry[0], dict(entry[1])
-    kinds, valid = typing.get_type_hints(policy), [field.name for field in dataclasses.fields(policy)]
+    kinds, valid = typing.get_type_hints(policy), [field.name for field in _options(policy)]
     for key, value in options.items():
         if key not in valid:
             expected = f"expected one of {', '.join(valid)}" if valid else "it has none"
@@ -64,6 +64,11 @@ def cache_options(texts: Sequence[str], **keywords: int | float | None) -> dict[
             raise InputError(f"--cache-option must be KEY=VALUE, got {text!r}")
         options[key] = value
     return options | {key: value for key, value in keywords.items() if value is not None}
+
+
+def _options(policy: type[CachePolicy]) -> list[dataclasses.Field[Any]]:
+    """Returns the fields that a user may set."""
+    return [field for field in dataclasses.fields(policy) if not field.metadata.get("internal")]
 
 
 def _parse(key: str, value: str, kind: Any) -> Any:

@@ -27,7 +27,7 @@ from icejax.ops.slots import by_head
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Lengths:
-    """Token counts of a cache, kept once for all layers.
+    """Token counts of a cache, one record for all layers.
 
     All rows share one clock, so that their window pages become full at the same step. A row may join at any step. A prompt of
     100 tokens that joins at clock 40 has origin 60; after 3 decode steps the clock is 43 and `seen` is 103.
@@ -112,7 +112,7 @@ class Heads:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Shared:
-    """What a layer passes to later layers that follow it.
+    """The selection that a layer passes to later layers, which follow it.
 
     Attributes:
         order: the token order of the packed pages, i32[B, K, T].
@@ -125,7 +125,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class View:
-    """What a policy may read besides its state and the new tokens; built anew for each layer.
+    """The arrays that a policy may read besides its state and the new tokens; built for each layer.
 
     Attributes:
         lengths: token counts before the new tokens; all 0 during prefill.
@@ -151,7 +151,7 @@ class View:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Outcome:
-    """What a policy returns.
+    """The result of a policy's call.
 
     Attributes:
         state: the state after the new tokens.
@@ -196,7 +196,7 @@ class Report:
 
 
 class CachePolicy(abc.ABC):
-    """Decides which keys and values are kept, where they are kept, and which of them a query attends to.
+    """Decides which keys and values the cache keeps, where it keeps them, and which of them a query attends to.
 
     A policy is a frozen dataclass whose fields are its options; jit takes it as a static argument. It sees one layer at a time
     and never the model. Most policies are of two kinds: `Eviction` keeps some tokens on the device; `Retrieval` keeps all
@@ -226,11 +226,11 @@ class CachePolicy(abc.ABC):
         return [self] * len(full)
 
     def pool(self, spec: CacheSpec) -> PoolSpec | None:
-        """Returns what a layer of `spec` keeps in the pool; None for a policy without a pool."""
+        """Returns the sizes of a layer of `spec` in the pool; None for a policy without a pool."""
         return None
 
     def step_reads(self, spec: CacheSpec) -> StepReads:
-        """Returns what a decode step reads of a layer of `spec`; default: the whole state."""
+        """Returns the bytes that a decode step reads of a layer of `spec`; default: the whole state."""
         return StepReads(device=num_bytes(jax.eval_shape(lambda: self.init(spec))))
 
     @abc.abstractmethod
@@ -241,12 +241,12 @@ class CachePolicy(abc.ABC):
     def prefill(self, state: Any, heads: Heads, attended: Attended, view: View) -> Outcome:
         """Returns the state after a prompt, whose attention `attended` is exact.
 
-        Nothing from padding may be kept, NaN included.
+        The state may hold nothing from padding, NaN included.
         """
 
     @abc.abstractmethod
     def decode(self, state: Any, heads: Heads, view: View) -> Outcome:
-        """Appends one token per row, at position `view.lengths.seen`, and attends to what the policy selects."""
+        """Appends one token per row, at position `view.lengths.seen`, and attends to the policy's selection."""
 
     def extend(self, state: Any, heads: Heads, view: View) -> Outcome:
         """Appends further text to a cache.

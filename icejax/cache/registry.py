@@ -102,7 +102,7 @@ def policy_named(name: str) -> tuple[type[CachePolicy], dict[str, Any]] | None:
 def name_of(policy: CachePolicy) -> str | None:
     """Returns the name of the last preset whose options `policy` has, else its class's name; None for an unregistered class."""
     matching = [name for name, kind in POLICIES.items() if type(policy) is kind]
-    for name, (kind, options) in PRESETS.items():  # a preset with more options stands later
+    for name, (kind, options) in PRESETS.items():  # a preset with more options comes later
         if type(policy) is kind and all(getattr(policy, key) == value for key, value in options.items()):
             matching.append(name)
     return matching[-1] if matching else None

@@ -40,7 +40,7 @@ class CacheSpec:
 
     @property
     def planes(self) -> tuple[int, ...]:
-        """Channels of each plane, a vector kept per token: its key, and its value unless the key holds it."""
+        """Channels of each plane, one vector per token: its key, and its value unless the key holds it."""
         return (self.head_dim,) if self.latent else (self.head_dim, self.value_dim)
 
     @property
@@ -51,7 +51,7 @@ class CacheSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSpec:
-    """What a layer keeps in the host pool.
+    """The sizes of a layer's pages in the host pool.
 
     Attributes:
         pages: the most pages the layer can need.
@@ -59,7 +59,7 @@ class PoolSpec:
         unit: slots fetched together: `page_size`, or 1 where single tokens are fetched.
         planes: vectors per slot: 2 for keys and values, 1 for keys alone, 0 where the device keeps all of a token.
         dtype: dtype of the pages, by name.
-        compact_every: decoded tokens between two compactions, which pack their pages anew; 0: never.
+        compact_every: decoded tokens between two compactions, which pack their pages again; 0: never.
         codes: bytes of a page's codes, in the pool's second array; 0: pages have none.
     """
 
@@ -74,7 +74,7 @@ class PoolSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReads:
-    """About what a decode step reads of a layer's cache, in bytes over all rows.
+    """The bytes, about, that a decode step reads of a layer's cache, over all rows.
 
     Attributes:
         device: bytes on the device.

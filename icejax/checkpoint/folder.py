@@ -32,7 +32,7 @@ COMPANIONS = (
 def resolve(model: str | Path, *, revision: str | None = None) -> Path:
     """Returns the folder of `model`: a local folder, the folder made of a GGUF file, or the snapshot of a hub id.
 
-    What a hub id lacks is downloaded; `org/name:FILE.gguf` is a GGUF file on the hub. A part of a split GGUF file stands
+    Missing files of a hub id are downloaded; `org/name:FILE.gguf` is a GGUF file on the hub. A part of a split GGUF file stands
     for all parts, and a folder whose only weights are one GGUF file or set stands for that.
 
     Args:
@@ -123,7 +123,7 @@ def _gguf_model(folder: Path) -> Path | None:
 
 
 def _snapshot(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
-    """Returns the folder of a hub id in the hub's cache, after downloading the missing files of those that `patterns` name."""
+    """Returns the folder of a hub id in the hub's cache, after downloading its missing files that match `patterns`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, RevisionNotFoundError
 

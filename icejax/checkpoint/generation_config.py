@@ -51,7 +51,7 @@ def proposed_sampling(folder: Path) -> dict[str, Any]:
     """
     fields = read_generation_config(folder)
     if not os.path.lexists(folder / NAME):
-        LOG.warning("%s has no %s: no sampling is taken from it", folder, NAME)
+        LOG.warning("%s has no %s: no sampling options are read from it", folder, NAME)
         return {}
     if names := _unsupported(fields):
         LOG.warning("%s: %s not supported: no effect", NAME, ", ".join(names) + (" is" if len(names) == 1 else " are"))

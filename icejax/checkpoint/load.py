@@ -108,7 +108,7 @@ def load_model(
     stay bits, unless a step uses them head by head. Beside weights that stay in host memory, at most two tensors are in memory
     at once, each at most as large as the largest stored tensor or parameter. One parameter holds all experts of a layer, and a
     4-bit code takes one byte. Unpacking codes may take five bytes per number of a matrix. For a mesh the share of one device is
-    read and moved after the other (`checkpoint.shares` says of what).
+    read and moved after the other (`checkpoint.shares` lists the tensors).
 
     Args:
         dtype: float32, bfloat16 or float16; None: float32 on a CPU, whose bfloat16 products are slow, else the checkpoint's.

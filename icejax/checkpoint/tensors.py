@@ -154,7 +154,9 @@ def open_tensors(
     if quantize is not None:
         numbers.one_of("quantize", quantize, tuple(METHODS))
         if method is not None:
-            raise InputError(f"{folder} is quantised by {method} already: leave quantize out, or take what it was made from")
+            raise InputError(
+                f"{folder} is quantised by {method} already: leave quantize out, or use the folder that it was made from"
+            )
     by_form = [[key for mapping in form.values() for key in mapping.keys] for form in (mappings, *forms)]
     names = {key: aliases for key, *aliases in zip(*by_form, strict=True)}
     sources = formats.sources(raw, tensor_shapes, rounding=METHODS.get(quantize), names=names)

@@ -14,7 +14,7 @@ QUOTE.maxlist = QUOTE.maxdict = 8
 
 
 class InputError(ValueError):
-    """Raised for bad input, with a message of one line: what was expected, what was found, and what to do.
+    """Raised for bad input, with a message of one line: the expected value, the given value, and what to do.
 
     The command lines print the message and exit with status 2. Unprintable characters, line ends included, are escaped as in a
     Python string, so that a name from a file cannot break the line or act as a terminal command.

@@ -1,4 +1,4 @@
-"""Checks of numbers: a message names the number, what was expected and what was found. Options and config fields use them."""
+"""Checks of numbers: a message names the number, the expected range and the given value. Options and config fields use them."""
 
 from __future__ import annotations
 

@@ -8,5 +8,5 @@ COMMANDS = {
     "convert": "turn a Hugging Face folder into an icejax folder, or back",
     "bench": "time prompts and answers on a model",
     "doctor": "tell what this machine can do",
-    "sessions": "list, verify or remove what is kept",
+    "sessions": "list, verify or remove saved conversations",
 }

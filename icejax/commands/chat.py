@@ -39,11 +39,11 @@ from icejax.text.chat_template import render
 HELP = """\
 /file PATH   put a text file in front of the next message; without PATH none
 /save DIR    keep the conversation in a folder
-/load DIR    go on with a conversation that was kept
+/load DIR    continue a saved conversation
 /undo        take the last message and its answer back
 /regen       answer the last message again, with other draws
-/reset       begin anew
-/stats       what the conversation holds, and what the last answer cost
+/reset       begin a new conversation
+/stats       show the size of the conversation, and the cost of the last answer
 /help        this
 /quit        leave (or Ctrl-D)
 Enter sends, Alt-Enter begins a new line, Ctrl-C ends an answer or drops a line. A space before / makes it a message."""

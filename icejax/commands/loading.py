@@ -1,4 +1,4 @@
-"""Loads what a command needs before it answers: the compile cache, a model and its tokenizer, a session, a context length.
+"""Loads the needs of a command before it answers: the compile cache, a model and its tokenizer, a session, a context length.
 
 `icejax.commands.generate` and `icejax.commands.chat` call it.
 """
@@ -73,7 +73,7 @@ def model_name(model: str | None) -> str:
 
 
 def with_model_sampling(arguments: argparse.Namespace, answer: AnswerOptions, console: Console) -> AnswerOptions:
-    """Returns the options of the answers; with --sampling model over those of the model, and prints what they are."""
+    """Returns the options of the answers; with --sampling model over those of the model, and prints them."""
     if arguments.sampling is None:
         return answer
     with Phases(console, quiet=arguments.quiet) as phases:
@@ -107,7 +107,7 @@ def tell_cache(arguments: argparse.Namespace, reason: str, console: Console) -> 
 
 
 def resume_or_start(arguments: argparse.Namespace, model: CausalLM, tokenizer: Any, console: Console) -> Session:
-    """Returns the session saved in the folder of --session, or a new one, whose cache is told if it was chosen."""
+    """Returns the session saved in the folder of --session, or a new one; prints its cache if that was chosen."""
     length, system, variables = arguments.context_length, arguments.system, options.template_arguments(arguments)
     if arguments.session is None or not arguments.session.exists():
         chat = dict(system=system, chat_template_kwargs=variables)

@@ -48,7 +48,8 @@ class HelpCache(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         blocks = [
-            f"{name}:\n" + "".join(f"  {option}: {text}\n" for option, text in option_texts(name).items()) for name in POLICIES
+            f"{name}:\n" + ("".join(f"  {option}: {text}\n" for option, text in option_texts(name).items()) or "  no options\n")
+            for name in POLICIES
         ]
         for name, (kind, preset_options) in PRESETS.items():
             options = ", ".join(f"{key}={str(value).lower()}" for key, value in preset_options.items())

@@ -1,4 +1,4 @@
-"""What a model is: frozen, hashable dataclasses, which families build from config.json."""
+"""The description of a model: frozen, hashable dataclasses, which families build from config.json."""
 
 from icejax.config.experts import ExpertForm, Experts, Routing
 from icejax.config.model import Latent, LayerConfig, LayerType, ModelConfig

@@ -79,7 +79,7 @@ class ModelConfig:
         dense_layers: indices of layers that have one MLP although the model has experts.
         norm: how an RMSNorm applies its weight: to vectors rounded to the activations' dtype (`rounded`), in fp32 (`wide`), or
             as 1 + weight in fp32 (`offset`).
-        norm_places: whether norms stand before, after or on both sides of attention and MLP.
+        norm_places: whether norms come before, after or on both sides of attention and MLP.
         rope_interleave: whether RoPE pairs neighbouring channels instead of channels of the two halves.
         hidden_act: activation of the MLP's gate.
         embed_scale: factor of the embeddings, rounded to their dtype.
@@ -179,7 +179,7 @@ class ModelConfig:
     def short_context(self) -> int | None:
         """Tokens of the longest text whose keys have LongRoPE's short factors; None without LongRoPE.
 
-        A text that becomes longer needs all its keys anew.
+        When a text becomes longer, all its keys must be computed again.
         """
         scaling = self.rope_scaling
         return scaling.original_max_position_embeddings if scaling is not None and scaling.rope_type == "longrope" else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 SHORTEST = 256  # tokens
 SHORTEST_TEXT = 16  # tokens; fewer would read all weights for hardly less work
 STEP = 8192  # tokens between the sizes of long prompts, where doubling would cost memory
-LONG_MULTIPLE = 1024  # tokens; divides the room for new tokens behind a long prompt
+LONG_MULTIPLE = 1024  # tokens; divides the room for new tokens after a long prompt
 
 
 def bucket(tokens: int) -> int:
@@ -25,21 +25,21 @@ def bucket(tokens: int) -> int:
 
 
 def text_bucket(tokens: int) -> int:
-    """Returns the size that a text of `tokens` behind a cache is padded to: 16, 32, 64, 128, and the sizes of `bucket` above.
+    """Returns the size that a text of `tokens` after a cache is padded to: 16, 32, 64, 128, and the sizes of `bucket` above.
 
-    A short question behind a long document should cost what it computes, so these sizes are finer than those of prompts.
+    A short question after a long document should cost what it computes, so these sizes are finer than those of prompts.
     """
     return bucket(tokens) if tokens > SHORTEST // 2 else max(SHORTEST_TEXT, 1 << (tokens - 1).bit_length())
 
 
 def room_for(new_tokens: int, *, prompt: int, one_head: bool = False) -> int:
-    """Returns the number of slots for new tokens behind a prompt that is padded to `prompt` tokens.
+    """Returns the number of slots for new tokens after a prompt that is padded to `prompt` tokens.
 
     Behind 16,384 tokens and more it is a multiple of 1,024: XLA:GPU splits products over that many tokens into parts, and
     copies all values in every step if the parts do not divide the tokens. A product of `one_head`, a device's only KV head, has
-    more parts: the multiple is 2,048, and 4,096 behind 262,144 tokens and more.
+    more parts: the multiple is 2,048, and 4,096 after 262,144 tokens and more.
 
-    Examples: 256 new tokens get 256 slots behind 1,024 prompt tokens, and 1,024 slots behind 16,384.
+    Examples: 256 new tokens get 256 slots after 1,024 prompt tokens, and 1,024 slots after 16,384.
     """
     new, multiple = bucket(new_tokens), LONG_MULTIPLE
     if one_head:

@@ -1,9 +1,9 @@
-"""Extend: runs more text behind the cache of one row, layer by layer; the text attends exactly to all earlier tokens.
+"""Extend: runs more text after the cache of one row, layer by layer; the text attends exactly to all earlier tokens.
 
-`Session` calls it for every text after the first, `serving.start` for what follows a cached prefix. Through the layers goes
+`Session` calls it for every text after the first, `serving.start` for text after a cached prefix. Through the layers goes
 [1, T, D], T being the padded text.
 
-Example: a row of 100 tokens and 5 new ones: these stand at positions 100-104, and the row then has 105 tokens.
+Example: a row of 100 tokens and 5 new ones: these have positions 100-104, and the row then has 105 tokens.
 """
 
 from __future__ import annotations

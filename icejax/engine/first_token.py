@@ -36,7 +36,7 @@ def choose_first(
 
 
 def choose_from(logits: Float[Array, "B V"], state: DecodeState, plan: Plan) -> tuple[DecodeState, Step]:
-    """Returns what `choose_first` does, from the logits behind texts that are in the cache. Donates `state`."""
+    """Returns what `choose_first` does, from the logits after texts that are in the cache. Donates `state`."""
     # A step's results are committed, so what comes first must be too, or programs compile twice. On a mesh it is.
     if plan.mesh is None:
         logits, state = jax.device_put((logits, state), devices.device())

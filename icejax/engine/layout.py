@@ -1,6 +1,6 @@
 """The layout of a cache: each layer's policy, and the sizes of its arrays, from a model's config and numbers of tokens.
 
-`plan.make_plan` adds what a run needs; `api.choice` compares the layouts of two caches, of which it makes no array.
+`plan.make_plan` adds the sizes of a run; `api.choice` compares the layouts of two caches, of which it makes no array.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _with_pages(spec: CacheSpec, policies: Sequence[CachePolicy], new_tokens: in
     if joins and pools:
         sizes = dict(prompt=spec.prompt_capacity, one_head=spec.num_kv_heads == 1 and not extends)
         room = room_for(new_tokens + pools[0].page_size, **sizes)
-        if room >= every > 0:  # so much room is packed anew
+        if room >= every > 0:  # as many tokens are packed again
             room = room_for(new_tokens + every + pools[0].page_size, **sizes)
         spec = dataclasses.replace(spec, new_capacity=room)
     if spec.new_capacity > every > 0:

@@ -3,7 +3,7 @@
 The decode step and the first token apply them. Counted tokens are those of the present answer, as in OpenAI's and vLLM's
 `presence_penalty` and `frequency_penalty`; the repetition penalty covers the prompt too, as in transformers.
 
-Example: a logit is 1, its token stands once in the prompt and twice in the answer. A bias of 3 makes it 4, a repetition penalty
+Example: a logit is 1, its token is once in the prompt and twice in the answer. A bias of 3 makes it 4, a repetition penalty
 of 2 then 2, a frequency penalty of 0.5 then 2 - 0.5 * 2 = 1, and a presence penalty of 0.25 then 0.75.
 """
 
@@ -30,7 +30,7 @@ class RowPenalties:
     Attributes:
         seen: how often the text holds each token, prompt and answer; for the repetition penalty.
         counts: how often the answer holds each token; for the presence and the frequency penalty.
-        bias: what is added to the logit of each token.
+        bias: numbers added to the logits.
     """
 
     repetition_penalty: jax.Array  # f32[B]
@@ -67,7 +67,7 @@ class RowPenalties:
         return logits - jnp.where(self.counts > 0, self.presence_penalty[:, None], 0)
 
     def after(self, tokens: Int[Array, " B"]) -> RowPenalties:
-        """Returns the penalties behind one more answer token of each row."""
+        """Returns the penalties after one more answer token of each row."""
         return self._counted(tokens, 1)
 
     def before(self, tokens: Int[Array, " B"]) -> RowPenalties:

@@ -62,7 +62,7 @@ class Plan(Layout):
     def smaller_sizes(self) -> tuple[int, ...]:
         """Numbers of places, below all of them, that a step may compute: powers of two, on a CPU.
 
-        Elsewhere a step reads the weights, however few its rows, and each size would compile all layers anew.
+        Elsewhere a step reads the weights, however few its rows, and each size would compile all layers again.
         """
         doublings = (self.spec.batch_size - 1).bit_length() if self.platform == "cpu" and self.mesh is None else 0
         return tuple(1 << doubling for doubling in range(doublings))
@@ -101,7 +101,7 @@ class Plan(Layout):
 
     @property
     def compact_every(self) -> int:
-        """Number of decoded tokens after which their pages are packed anew; 0: never, also if fewer tokens have room."""
+        """Number of decoded tokens after which their pages are packed again; 0: never, also if fewer tokens have room."""
         return self.pool.compact_every if self.pool and self.pool.compact_every <= self.spec.new_capacity else 0
 
     def pages(self, layer: int, pool: Pool | None, table: jax.Array | None, ended: jax.Array | None = None) -> PoolLayer | None:

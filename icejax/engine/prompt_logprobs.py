@@ -27,7 +27,7 @@ def prompt_logprobs(
 ) -> Generator[None, None, list[TokenLogprobs]]:
     """Runs block by block, with a `yield` before each; returns an entry per token but the first.
 
-    An entry is the token's log-probability behind the tokens before it, and the `count` most likely tokens there.
+    An entry is the token's log-probability after the tokens before it, and the `count` most likely tokens there.
 
     Args:
         x: the last layer's output over the padded prompt.

@@ -33,7 +33,7 @@ class TokenLogprobs:
 
 
 class Attention(NamedTuple):
-    """What a row has attended to of what is in host memory, as a picture.
+    """The attention of a row to tokens in host memory, as a picture.
 
     Attributes:
         layers: numbers of the layers, the rows of the picture.

@@ -152,8 +152,8 @@ def choose(logits: Float[Array, "B V"], rows: RowSampling | None, *, keys: Key[A
 def candidates(logits: Float[Array, "B V"], rows: RowSampling) -> Float[Array, "B V"]:
     """Returns (logits - max) / temperature, with -inf for the tokens that top-k, top-p and min-p remove.
 
-    Thresholds are found by counting instead of sorting: on an accelerator, sorting a vocabulary takes longer than counting it
-    a few dozen times.
+    Thresholds are computed by counting instead of sorting: an accelerator sorts a vocabulary in more time than it takes to
+    count it a few dozen times.
     """
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
     scaled, order = (logits - logits.max(-1, keepdims=True)) / temperature, ordered(logits)

@@ -1,4 +1,4 @@
-"""Questions about one text in `icejax.Session`: one after another, or each behind the text alone."""
+"""Questions about one text in `icejax.Session`: one after another, or each after the text alone."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def answers(
     Args:
         max_gen_toks: how many tokens each answer may have.
         length: maximum number of tokens of text, questions and answers.
-        shared: whether each question stands behind the text alone; else behind the questions and answers before it too.
+        shared: whether each question stands after the text alone; else after the questions and answers before it too.
         chat: whether text and questions are messages in the chat template.
         system: the system message of a chat.
-        begun, end: what stands before an answer in plain text, and where it ends; neither is in its text.
+        begun, end: text before an answer in plain text, and the text that ends it; neither is in its text.
     """
     limits = dict(host_memory_limit=host_memory_limit)
     session = Session(model, tokenizer, cache=cache, context_length=length, system=system, **limits)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import lm_eval
+from lm_eval import evaluator
 from lm_eval.tasks import TaskManager
 
 from icejax.checks.errors import InputError
@@ -55,11 +57,20 @@ def evaluate(
 
     try:
         tasks = [task(name) for name in names]
-        results = lm_eval.simple_evaluate(model, tasks=tasks, task_manager=manager, log_samples=True, **options)
+        with mock.patch.object(evaluator, "get_git_commit_hash", _commit):
+            results = evaluator.simple_evaluate(model, tasks=tasks, task_manager=manager, log_samples=True, **options)
     except (ConnectionError, FileNotFoundError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"the data of a task cannot be had: {reason}; --data reads local files") from None
     return Scores.of(results)
+
+
+def _commit() -> str | None:
+    """Returns the commit of the working folder, or None. Outside of a repository lm-eval's own function lets git complain."""
+    try:
+        return subprocess.run(["git", "describe", "--always"], capture_output=True, text=True).stdout.strip() or None
+    except FileNotFoundError:
+        return None  # git is not installed
 
 
 def _chat_tokens(

@@ -1,7 +1,7 @@
-"""Time of a prompt and of an answer on a model, alone and behind a text: what `icejax bench` prints.
+"""Time of a prompt and of an answer on a model, alone and after a text: what `icejax bench` prints.
 
 Tests and names follow llama.cpp's llama-bench: pp512 is a prompt of 512 tokens, tg128 an answer of 128, and
-"@ d4096" puts them behind 4,096 tokens that are not timed.
+"@ d4096" puts them after 4,096 tokens that are not timed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from icejax.models.decoder import CausalLM
 
 @dataclass(frozen=True)
 class SpeedTest:
-    """A timed test: a prompt or an answer, behind a text or nothing.
+    """A timed test: a prompt or an answer, after a text or nothing.
 
     Attributes:
         tokens: tokens that the time covers.

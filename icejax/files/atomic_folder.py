@@ -107,7 +107,7 @@ class Claim:
             private: whether only the user may read the folder, whatever the umask; else the umask decides.
 
         Raises:
-            InputError: the disk is full or broken; the previous folder is kept.
+            InputError: the disk is full or broken; the previous folder stays.
         """
         target, part, old = self._names
         with _system_errors_told(self.path, "what was there before is kept"), unfinished(part):

@@ -3,7 +3,7 @@
 `q`, `k`, `v`, `gate` and `up` are cut by output channels, `o` and `down` by input channels, so that a device's products are
 those of its own heads and inner channels, and a sum over the devices ends each half of a layer. The matrices of every expert
 are cut likewise, the products of latent attention that have heads, and embedding and output head by rows of the vocabulary. All
-other weights are whole on every device: norms, routers, and the biases behind the sums.
+other weights are whole on every device: norms, routers, and the biases after the sums.
 """
 
 from __future__ import annotations

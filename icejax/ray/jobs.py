@@ -113,7 +113,7 @@ def spread(kind: type[Worker], rows: Sequence[Any], arguments: argparse.Namespac
     """Yields the answers of actors on the cluster of --ray to rows, as they come.
 
     Args:
-        kind, more: the class of the actors, and what its `start` takes beside `arguments`.
+        kind, more: the class of the actors, and further arguments of its `start`.
 
     Raises:
         InputError: no cluster answers, it has no room for an actor, or an actor refuses a row or the model.
@@ -173,7 +173,7 @@ def _check_address(address: str) -> None:
 
 
 def _share(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns what an actor takes of the cluster: a device, or as many as --mesh names; a core where it has no devices."""
+    """Returns the resources of an actor: a device, or as many as --mesh names; a core where it has no devices."""
     devices = math.prod(map(int, re.findall(r"=(\d{1,4})\b", arguments.mesh or "")))  # an actor checks --mesh
     resources = ray.cluster_resources()
     if resources.get("GPU"):

@@ -119,7 +119,7 @@ def host_free() -> int:
 
 
 def device_free(weights: Any, size: int | None = None, *, count: int = 1) -> int:
-    """Returns the bytes of the memory of `count` devices that are free beside a model's weights, which are loaded.
+    """Returns the bytes of the memory of `count` devices that are free besides a model's weights, which are loaded.
 
     Args:
         size: bytes of a device's memory; None: what the device reports, on a CPU the machine's free memory, which all share.
@@ -134,7 +134,7 @@ def check_room(what: str, need: int, *, advice: str, limit: int | None = None) -
     """Raises InputError, which begins with `what` and ends with `advice`, if `need` bytes of host memory cannot be pinned.
 
     Args:
-        limit: bytes that may be taken; None: all free bytes.
+        limit: bytes that may be used; None: all free bytes.
     """
     free = host_free()
     if need > (free if limit is None else min(free, limit)):
@@ -144,7 +144,7 @@ def check_room(what: str, need: int, *, advice: str, limit: int | None = None) -
     if platform() != "gpu":
         return
     limit_bytes, pinned = pinned_limit(), sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == PINNED)
-    if need + pinned > limit_bytes:  # a model's experts may be pinned beside a cache
+    if need + pinned > limit_bytes:  # a model's experts may be pinned besides a cache
         beside = f" with {pinned / 2**30:.1f} GiB already pinned" if pinned else ""
         raise InputError(
             f"{what} {need / 2**30:.1f} GiB of pinned memory{beside}, but XLA may pin at most {limit_bytes / 2**30:.0f} GiB: "
@@ -153,5 +153,5 @@ def check_room(what: str, need: int, *, advice: str, limit: int | None = None) -
 
 
 def check_limit(limit: int | None, *, name: str = "host_memory_limit") -> int | None:
-    """Returns `limit`, the bytes of memory that may be taken (None: no limit is set); InputError if it is out of range."""
+    """Returns `limit`, the bytes of memory that may be used (None: no limit); InputError if it is out of range."""
     return None if limit is None else integer(name, limit, most=2**63)

@@ -18,7 +18,7 @@ def report_out_of_memory(advice: str, session: Path | None) -> Iterator[None]:
 
     Args:
         advice: what the user can do.
-        session: folder of the session, which holds the conversation up to its last whole answer; None: there is none.
+        session: folder of the session, which holds the conversation up to its last whole answer; None: no session.
     """
     try:
         yield

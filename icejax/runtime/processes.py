@@ -1,4 +1,4 @@
-"""Several processes that run one model: how they join a group, what the first one decides for all, and when a group ends.
+"""Several processes that run one model: how they join a group, the first one's decisions for all, and the end of a group.
 
 All run the same calls in the same order; `mesh` counts the devices of all. What a process alone knows (a prompt from standard
 input, how much memory is free) is the first one's, and goes to the others by `from_first`.
@@ -36,7 +36,7 @@ ADDRESS = re.compile(r"(?:[\w.-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})")
 PORT = 8476  # of a coordinator whose port nobody names; JAX's own on TPUs
 # Seconds without a sign of life of a process until JAX ends the others, and that a process waits for the others at the end.
 HEARTBEAT_S, LEAVE_S = 20, 60
-STUCK_S = 600.0  # seconds without progress, beside compiling, until a process of a group ends itself and so the group
+STUCK_S = 600.0  # seconds without progress, compiling aside, until a process of a group ends itself and so the group
 LOST_LINE = "another process of the group has ended or cannot be reached: this one ends too"
 LEADER, SIZE, INDEX = "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"  # set by Kubernetes' LeaderWorkerSet
 _moved = [0.0]  # when this process last made progress
@@ -85,7 +85,7 @@ def join(coordinator: str, *, processes: int | None = None, process: int | None 
             ) from None
         if "start RPC server" in str(error):
             raise InputError(
-                f"process {number} cannot listen at {address}: the port is taken, or HOST is no address of this machine"
+                f"process {number} cannot listen at {address}: the port is in use, or HOST is no address of this machine"
             ) from None
         where = "the cluster's coordinator" if address is None else f"the coordinator {address}"
         raise InputError(f"process {number} cannot join its group at {where}: {str(error).splitlines()[0]}") from error

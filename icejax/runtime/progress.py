@@ -1,6 +1,6 @@
-"""What a caller's `progress` is told while a call runs. `api.generate` and `Session` call it; commands show it.
+"""The progress that a call reports to its caller. `api.generate` and `Session` call it; commands show it.
 
-A `progress` is called with a phase, how much of it is done, and how much there is: ("loading", 3, 290) tensors, ("prefill", 2,
+A `progress` is called with a phase, the amount done and the whole amount: ("loading", 3, 290) tensors, ("prefill", 2,
 30) layers, ("compiling", 4, 0), the fourth program of the call, of a number that nobody knows, ("measuring", 5, 12) runs.
 """
 
@@ -17,7 +17,7 @@ LOADING, COMPILING, PREFILL, MEASURING = "loading", "compiling", "prefill", "mea
 
 @contextlib.contextmanager
 def prefilling(progress: Progress | None, layers: int) -> Iterator[Callable[[int], None] | None]:
-    """Tells of compiling while the block runs; yields what tells of `layers` layers, to call with the number done.
+    """Reports compiling while the block runs; yields a function that reports layers, to call with the number done.
 
     Yields None where nobody listens.
     """

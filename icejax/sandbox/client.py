@@ -21,7 +21,7 @@ PROGRAM = Path(__file__).with_name("worker.py")
 
 
 class Sandbox:
-    """The worker process: started at the first request, and kept for the next."""
+    """The worker process: it starts at the first request and serves all later ones."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None

@@ -107,7 +107,7 @@ def rendered(template, variables, now, most, names=(), marks=()):
     Args:
         now: unix time.
         most: the largest number of characters.
-        names, marks: texts, and the two characters before and behind each of them in the template.
+        names, marks: texts, and the two characters before and after each of them in the template.
     """
 
     def strftime_now(form):

@@ -65,7 +65,7 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _watch(self) -> None:
-        """Starts the timer while no request is in work, also behind a response whose request's body still comes."""
+        """Starts the timer while no request is in work, also after a response whose request's body still comes."""
         if self.cycle is not None and not self.cycle.response_complete:
             if self._headers_timer is not None:
                 self._headers_timer.cancel()

@@ -10,7 +10,7 @@ from icejax.engine.response import GenerationResponse
 from icejax.serving.errors import ApiError
 from icejax.serving.schemas import AnswerFields
 
-DIGITS = 5  # behind the point, of a weight
+DIGITS = 5  # after the point, of a weight
 
 
 def explains(fields: AnswerFields) -> bool:

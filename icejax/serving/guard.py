@@ -1,4 +1,4 @@
-"""What stands between the network and the endpoints: keys, hosts, origins, the size of a body, and errors as objects.
+"""The checks between the network and the endpoints: keys, hosts, origins, the size of a body, and errors as objects.
 
 `app` puts it around all routes. A key is compared in constant time on every route but `/health`, `/metrics` and the page.
 """

@@ -1,7 +1,7 @@
 """Responses whose answers are still computed: whole ones, and streams of server-sent events. `completions` and `chat` call it.
 
 An event is `data: {...}` and two line feeds, one for each token. While nothing comes, a comment tells client and proxies that
-the server lives. An error behind the headers is an event too: {"error": ...}.
+the server lives. An error after the headers is an event too: {"error": ...}.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class EventStream(Response):
     Args:
         of_piece: the events of the piece of an answer, whose number is given.
         first: events before the first piece.
-        last: called behind the last piece; events before `done`.
+        last: called after the last piece; events before `done`.
         failed: the event of an error.
         waits: called when nothing has come for a while; what is sent then.
         done: the end of a stream.

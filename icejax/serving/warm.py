@@ -15,7 +15,7 @@ from icejax.text.grammar.rules import Grammar
 SALT = "warm-up"  # and the number of tokens, or a prompt would find the one before it and not be prefilled
 KINDS = [Sampling(temperature=heat, frequency_penalty=penalty) for heat in (0.0, 1.0) for penalty in (0.0, 0.1)]
 STEPS = 33  # tokens of the first answer: the window's pages of usual sizes become full
-BEHIND = (16, 32, 64, 128, 256, 384, 512, 528)  # tokens of texts behind a cached prefix; the last is computed in two pieces
+BEHIND = (16, 32, 64, 128, 256, 384, 512, 528)  # tokens of texts after a cached prefix; the last is computed in two pieces
 LONG = Grammar.regex("a{9}")
 LOGPROBS = 20  # the most that a chat may ask for
 
@@ -67,7 +67,7 @@ def _requests(engine: Engine, most: int, *, all_prompts: bool) -> list[tuple[Req
     if all_prompts:
         prompts += [([0] * size, {}, f"{SALT} {size}") for size in sizes[1:]]
         behind = [[1 + number] * size for number, size in enumerate((0, *BEHIND))]  # no text begins with another one
-        # The tail of a long prompt is computed behind the cache of its beginning, also for rows with penalties.
+        # The tail of a long prompt is computed after the cache of its beginning, also for rows with penalties.
         options, behind = {TAIL: kinds[-1]}, [text for text in behind if SHORTEST + len(text) <= most]
         prompts += [([0] * SHORTEST + text, options.get(len(text), {}), SALT) for text in behind]
     requests = []

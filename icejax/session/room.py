@@ -1,4 +1,4 @@
-"""The room of a session: its plan, the answer tokens that fit behind a text, and the bytes that saving it can take.
+"""The room of a session: its plan, the answer tokens that fit after a text, and the bytes that saving it can take.
 
 `Session` calls it. Example: a context of 600 tokens, 500 tokens held and a text of 20: 80 answer tokens fit.
 """
@@ -27,7 +27,7 @@ def session_plan(model: CausalLM, cache: CachePolicy, *, context_length: int, fi
 
 
 def answer_limit(wanted: int, *, context_length: int, held: int, new: int, chat: bool) -> int:
-    """Returns how many of the `wanted` answer tokens have room behind `held` tokens and a text of `new`.
+    """Returns how many of the `wanted` answer tokens have room after `held` tokens and a text of `new`.
 
     Logs a warning if fewer have room than are wanted.
 
@@ -56,7 +56,7 @@ def of_whole_chat(messages: list[dict[str, str]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def behind(held: int, *, chat: bool) -> Iterator[None]:
-    """Makes the error of a text that is too long by itself tell of the `held` tokens before it."""
+    """Adds the `held` tokens before a text to the error of a text that is too long by itself."""
     try:
         yield
     except ContextFull as error:

@@ -140,7 +140,7 @@ class Session:
         """Appends `text` to the chat as the user's next message and yields the answer; None: answers the last message again.
 
         Options are those of `stream`; the template writes its own special tokens. The session's tokens stay, and the text
-        behind the last answer is appended, even if that answer was cut off. If the template rewrites turns, or the last answer
+        after the last answer is appended, even if that answer was cut off. If the template rewrites turns, or the last answer
         had thoughts, ended at a stop string or is given again, the tokens before the first one that differs stay; a cache that
         has evicted tokens is prefilled anew, and the log warns once. A refusal leaves the session as it was.
 

@@ -94,7 +94,7 @@ class TextCache:
             self.restore(plan, count, [], *move(self._model, states, count, before, plan, into))
 
     def description(self) -> dict[str, Any]:
-        """Returns what a saved session says of the cache."""
+        """Returns a saved session's record of the cache."""
         pages, joints = int(self.run.state.cache.lengths.next_page), [astuple(joint) for joint in self.joints]
         room = None if self.room == self._context_length else self.room
         return dict(first=self.first, pages=pages, joints=joints, room=room)
@@ -123,7 +123,7 @@ class TextCache:
         return 0 if joint is None else max(joint.tokens, same if same >= seen else 0)
 
     def end(self, held: int, *, seen: int) -> Joint | None:
-        """Returns where the cache of `seen` tokens ends for a text behind the first `held` tokens; None: it has to be empty."""
+        """Returns where the cache of `seen` tokens ends for a text after the first `held` tokens; None: it has to be empty."""
         if held >= seen:
             return Joint(seen, int(self.run.state.cache.lengths.next_page))
         return last_joint(self.plan, self.joints, same=held, seen=seen)
@@ -131,7 +131,7 @@ class TextCache:
     def enter(
         self, held: list[int], new: list[int], answer: AnswerOptions, *, seen: int, progress: Callable[[int], None] | None
     ) -> Run:
-        """Computes the tokens `new` behind `held`, and returns the run that chooses the first token of an answer.
+        """Computes the tokens `new` after `held`, and returns the run that chooses the first token of an answer.
 
         Args:
             held: tokens before; empty: the cache is made anew.

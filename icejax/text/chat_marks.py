@@ -42,10 +42,10 @@ class Marked(NamedTuple):
 
 
 class Marks:
-    """Five marks that are not in a text: around every name, before and behind a message's name, and at the end of a chat.
+    """Five marks that are not in a text: around every name, before and after a message's name, and at the end of a chat.
 
     Attributes:
-        around: the marks before and behind every name.
+        around: the marks before and after every name.
         end: the mark at the end of the message to continue.
         controls: the control tokens.
     """

@@ -65,7 +65,7 @@ def _check_objects(name: str, value: Any) -> None:
 
 
 def template_variables(tools: Any = None, arguments: Any = None) -> dict[str, Any]:
-    """Returns the variables of a chat template beside the messages.
+    """Returns the variables of a chat template besides the messages.
 
     Args:
         tools: descriptions of functions, as JSON objects; None: none.

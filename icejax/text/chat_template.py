@@ -111,7 +111,7 @@ def _joined(message: Message) -> Message:
 
 
 def _continued(message: Message, end: str) -> Message:
-    """Returns the message that the answer continues with `end` behind its text."""
+    """Returns the message that the answer continues with `end` after its text."""
     content = message.get("content")
     if content is None:
         raise InputError("the last message is the assistant's and has no content: expected a text that the answer continues")

@@ -17,7 +17,7 @@ from icejax.text.chat_text import ChatText
 def next_turn(
     tokenizer: Any, messages: Sequence[Message], question: Message, variables: Mapping[str, Any], *, now: float
 ) -> tuple[ChatText, str | None]:
-    """Returns the whole chat with the question in the chat template, and the part of it behind the last answer.
+    """Returns the whole chat with the question in the chat template, and the part of it after the last answer.
 
     `variables` and `now` are as in `render`. The part is None without a last answer, or if the template rewrites earlier turns.
 
@@ -31,7 +31,7 @@ def next_turn(
 
 
 def addition(before: str, answer: str, whole: str) -> str | None:
-    """Returns the text of `whole` behind `before` and the answer; None if the template has rewritten one of them.
+    """Returns the text of `whole` after `before` and the answer; None if the template has rewritten one of them.
 
     Spaces and line breaks around the answer may differ: `before` "<m>", answer " b " and `whole` "<m>b<e>" give "<e>".
 
@@ -58,7 +58,7 @@ def with_one_end(held: Sequence[int], new: Sequence[int], *, seen: int, ends: Co
 
     Args:
         held: all tokens so far, which end with the answer.
-        new: the tokens that the template puts behind the answer, its own eos token first.
+        new: the tokens that the template puts after the answer, its own eos token first.
         seen: number of `held` tokens in the cache, which cannot be removed.
         ends: the eos tokens.
     """

@@ -53,7 +53,7 @@ class Detokenizer:
     """The text of a growing list of tokens. An incomplete character, or the beginning of a stop string, is held back.
 
     Special tokens are left out of the text; a special token that is a stop string ends the text. The text is what the tokens
-    add to the text of the tokens `before`: SentencePiece's "▁he" gives " he" behind other text, and "he" as the first token.
+    add to the text of the tokens `before`: SentencePiece's "▁he" gives " he" after other text, and "he" as the first token.
 
     Attributes:
         stopped: whether a stop string has come; the text ends before it.

@@ -16,7 +16,7 @@ from icejax.text.chat_text import ChatText, spans_of
 from icejax.text.control_tokens import ControlTokens, Name
 
 Encode = Callable[..., list[int]]
-BORDERS = ("\n", "|")  # texts that rarely share a token with the text behind them
+BORDERS = ("\n", "|")  # texts that rarely share a token with the text after them
 
 
 def encode(
@@ -74,7 +74,7 @@ def _call(tokenizer: Any, text: str, *, add_special_tokens: bool = False, **opti
 
 
 def added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Returns the special tokens that a tokenizer adds before and behind a text."""
+    """Returns the special tokens that a tokenizer adds before and after a text."""
     call = functools.partial(_call, tokenizer)
     bare, whole = call("a"), call("a", add_special_tokens=True)
     starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
@@ -82,7 +82,7 @@ def added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def _begins_anew(call: Encode, name: str, token: int) -> bool:
-    """Says whether a tokenizer encodes the text behind a control token as the beginning of a text, perhaps with a space."""
+    """Says whether a tokenizer encodes the text after a control token as the beginning of a text, perhaps with a space."""
     return call(name + "a") == [token, *call("a")]
 
 
@@ -99,7 +99,7 @@ def _plain(call: Encode, controls: ControlTokens, text: str, *, first: bool) -> 
 
 
 def encode_behind(encode: Callable[[str], list[int]], text: str) -> list[int]:
-    """Returns the token ids of `text` behind other text, without the space that a tokenizer puts in front of every text.
+    """Returns the token ids of `text` after other text, without the space that a tokenizer puts in front of every text.
 
     Example: SentencePiece gives "he" the token "▁he". Behind "\\n" it gives the token "he", which is returned.
 

@@ -19,7 +19,7 @@ FORMS = (
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
 )
-# Tokens that models write behind an answer where a new file or the padding of their training began.
+# Tokens that models write after an answer where a new file or the padding of their training began.
 ENDS = ("<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>", "<fim_pad>", "<file_sep>", "▁<EOT>")
 NO_INFILL = "the model has no tokens for a text between two others: leave suffix out, or serve a model that was trained for it"
 SPACE = "▁"  # SentencePiece's

@@ -51,11 +51,11 @@ class Whole:
     apart = False
 
     def take(self, text: str, special: str | None = None) -> Parts:
-        """Returns the parts that new text, and the special token behind it, complete."""
+        """Returns the parts that new text, and the special token after it, complete."""
         return Parts(text)
 
     def rest(self) -> Parts:
-        """Returns what is still held back, when no more text comes."""
+        """Returns the text that was held back, when no more text comes."""
         return Parts()
 
 
@@ -128,7 +128,7 @@ class Harmony(Whole):
             header: the header that the prompt has begun, without its role; None: it has begun none.
         """
         self._header, self._thinks, self.begun = header, begun == "thoughts", begun
-        self._roleless = header == ""  # the role is in the prompt: plain text behind it is an answer without channels
+        self._roleless = header == ""  # the role is in the prompt: plain text after it is an answer without channels
         self._said: set[bool] = set()  # the kinds of message, thoughts or not, that have had text
         self._first = True
         self.apart = self._thinks

@@ -34,7 +34,7 @@ def show_stderr() -> None:
 def tokenizer_error_from(what: str) -> Iterator[None]:
     """Turns any error of a tokenizer into an InputError of one line, which begins with `what`.
 
-    What comes to stderr meanwhile is printed at the end of the block, or dropped if the block ends with a panic.
+    Output to stderr is printed at the end of the block, or dropped if the block ends with a panic.
     """
     with input_error_from(what), _panic_hidden():
         yield

@@ -1,4 +1,4 @@
-"""The tokens that end a turn: the tokenizer's eos, and the token that the chat template writes behind an answer.
+"""The tokens that end a turn: the tokenizer's eos, and the token that the chat template writes after an answer.
 
 `api.generate.load` adds them to the eos ids of the model's config: a fine-tune may have the config of its base model.
 Example: the template writes "<|im_start|>assistant\\nYes.<|im_end|>\\n<|im_start|>user": an answer ends with <|im_end|>.
@@ -27,14 +27,14 @@ def end_ids(tokenizer: Any) -> tuple[int, ...]:
 
 
 def _template_end(tokenizer: Any) -> int | None:
-    """Returns the id of the added token that the chat template writes behind an answer; None if it writes none."""
+    """Returns the id of the added token that the chat template writes after an answer; None if it writes none."""
     added = getattr(tokenizer, "added_tokens_decoder", None)
     # Harmony ends every message of an answer in the same way, thoughts too.
     if not getattr(tokenizer, "chat_template", None) or not isinstance(added, Mapping) or is_harmony(tokenizer):
         return None
     try:
         talk = render(tokenizer, [dict(role=role, content=content) for role, content in TALK])
-    except InputError as error:  # who chats is told; a prompt without the template needs none
+    except InputError as error:  # a chat raises it too; a prompt without the template needs none
         LOG.info("the template's end of an answer is not known: %s", error)
         return None
     behind = talk.partition(ANSWER)[2].lstrip()

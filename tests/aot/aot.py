@@ -24,7 +24,7 @@ import icejax
 from bench.program import hlo
 from bench.program.compile import abstract_model, abstract_pool, abstract_state, compile_for, placed, shares, without_devices
 from bench.program.targets import TARGETS, Target
-from bench.sizes import nbytes
+from bench.steps.sizes import nbytes
 from icejax.cache.pool import host_pool
 from icejax.cache.pool.page_format import BYTES, PagesWithCodes, without_codes
 from icejax.engine import batch as rows

@@ -15,7 +15,7 @@ from flax import nnx
 from bench.program import hlo
 from bench.program.compile import compile_for, decode_step, hosted_shapes, on_host, without_devices
 from bench.program.targets import TARGETS, Target
-from bench.sizes import nbytes
+from bench.steps.sizes import nbytes
 from icejax.cache.registry import Full
 from icejax.checkpoint.load import of_experts
 from icejax.models.decoder import CausalLM

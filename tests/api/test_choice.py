@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import icejax
-from bench.shapes import raw_config
+from bench.steps.shapes import raw_config
 from icejax.api.choice import Choice, Machine, choose, choose_for_session, crossing, this_machine
 from icejax.cache.registry import IN_PAGES, ON_DEVICE
 from icejax.engine.buckets import bucket

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import transformers
 
-from bench import decode, prefill, shapes
-from bench.fill import BASE, fill
-from bench.scopes import python_ms, scope_of
-from bench.subjects import Transformers, _warm_up
+from bench import decode, prefill
+from bench.steps import shapes
+from bench.steps.fill import BASE, fill
+from bench.steps.scopes import python_ms, scope_of
+from bench.steps.subjects import Transformers, _warm_up
 from icejax.cache.registry import Clustered, Full, Packed
 from icejax.checks.errors import InputError
 from icejax.engine.plan import make_plan

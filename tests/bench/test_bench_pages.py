@@ -1,4 +1,4 @@
-"""`bench.pages`, `sharing`, `calibrate` and `capture`: quick runs show the known differences between methods."""
+"""`bench.attention.pages`, `sharing`, `calibrate` and `capture`: quick runs show the known differences between methods."""
 
 import json
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import icejax
-from bench import calibrate, capture, methods, pages, sharing
+from bench.attention import calibrate, capture, methods, pages, sharing
 from tests import tolerances
 from tests.helpers import families, small_tokenizers
 
@@ -88,7 +88,7 @@ def test_options_that_are_not_sound_are_one_line(capsys, option, value, message)
         calibrate.main([option, value])
     out, err = capsys.readouterr()
     assert end.value.code == 2 and out == ""
-    assert err.startswith(f"python -m bench.calibrate: error: {message}") and err.count("\n") == 1
+    assert err.startswith(f"python -m bench.attention.calibrate: error: {message}") and err.count("\n") == 1
 
 
 def test_uneven_channels_change_no_score_and_are_brought_back():

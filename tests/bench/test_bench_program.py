@@ -11,7 +11,7 @@ from bench.program.estimate import Rates
 from bench.program.hlo import Traffic
 from bench.program.targets import TARGETS
 from bench.program.work import Work
-from bench.sizes import nbytes
+from bench.steps.sizes import nbytes
 from icejax.cache.registry import Clustered
 from icejax.runtime import devices
 

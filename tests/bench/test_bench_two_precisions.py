@@ -1,4 +1,4 @@
-"""`bench.two_precisions`: errors and bytes against plain numpy, on a small layer."""
+"""`bench.attention.two_precisions`: errors and bytes against plain numpy, on a small layer."""
 
 import json
 
@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import code_errors, code_reads, coded_attention, two_precisions
-from bench.capture import Captured
-from bench.coded_attention import Coding
-from bench.methods import RERANKED, form, residents
-from bench.page_attention import index_of, select
+from bench.attention import code_errors, code_reads, coded_attention, two_precisions
+from bench.attention.capture import Captured
+from bench.attention.coded_attention import Coding
+from bench.attention.methods import RERANKED, form, residents
+from bench.attention.page_attention import index_of, select
 from icejax.ops.pages import key_codes
 from tests.ops import test_key_codes
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bench import shapes, weights
+from bench import weights
 from bench.program.compile import abstract_model
-from bench.sizes import nbytes
+from bench.steps import shapes
+from bench.steps.sizes import nbytes
 from icejax.api.generate import ASSETS
 from icejax.checkpoint import load_model
 from icejax.checkpoint.load import abstract

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.sizes import fetched_per_step
+from bench.steps.sizes import fetched_per_step
 from icejax.cache.options import make_policy
 from icejax.cache.registry import Clustered, Coded, Tolerant, name_of
 from icejax.checks.errors import InputError

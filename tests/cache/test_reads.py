@@ -4,8 +4,8 @@ import jax
 import pytest
 from flax import nnx
 
-from bench.shapes import raw_config
-from bench.sizes import fetched_bytes, fetched_per_step, nbytes
+from bench.steps.shapes import raw_config
+from bench.steps.sizes import fetched_bytes, fetched_per_step, nbytes
 from icejax.cache.registry import Clustered, Full, Quest
 from icejax.engine.plan import make_plan
 from icejax.models.decoder import CausalLM

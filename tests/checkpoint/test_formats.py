@@ -229,7 +229,7 @@ UNSOUND = {
     "a bias": (
         "gptq",
         lambda tensors: tensors.update({f"{KEY}.bias": torch.ones(64)}),
-        "{}.bias is not zero, and config.json says that there is none: fetch",
+        "{}.bias is not zero, but config.json says that the format has none: fetch",
     ),
 }
 

@@ -172,7 +172,7 @@ def test_what_cannot_be_rounded_is_one_line(folder, tmp_path, capsys):
     for name in ("awq", "narrow", "whole"):
         for file in generation.ASSETS.glob("token*"):
             shutil.copy(file, tmp_path / name)
-    message = f"{tmp_path / 'awq'} is quantised by awq already: leave quantize out, or take what it was made from"
+    message = f"{tmp_path / 'awq'} is quantised by awq already: leave quantize out, or use the folder that it was made from"
     assert refused(capsys, tmp_path / "awq", "int8") == message
     tensors = "(model.layers.1.mlp.experts.down_proj; model.layers.1.mlp.experts.gate_up_proj)"
     assert convert.main([str(tmp_path / "whole"), str(tmp_path / "x"), "--quantize", "int8"], name="icejax convert") == 2

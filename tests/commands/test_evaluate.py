@@ -49,7 +49,8 @@ def tasks(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_caches_are_scored_in_pairs_and_a_run_goes_on(tmp_path, tasks, capsys, monkeypatch):
+def test_two_caches_are_scored_in_pairs_and_a_run_goes_on(tmp_path, tasks, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # outside of a git repository, where lm-eval asks git for a commit
     output = tmp_path / "scores"
     command = [
         "--tasks",
@@ -64,7 +65,8 @@ def test_two_caches_are_scored_in_pairs_and_a_run_goes_on(tmp_path, tasks, capsy
         "none",
     ]
     assert run(*command, "--cache", "clustered", "--budget", 96, "--against", "full") == 0
-    table = capsys.readouterr().out
+    table, errors = capfd.readouterr()
+    assert "git" not in errors
     assert "clustered" in table and "0.5000" in table and "+0.0000 to +0.0000" in table
     results = json.loads((output / "clustered-96" / "results.json").read_text())
     assert results["results"]["letters"]["exact_match,none"] == 0.5
@@ -75,16 +77,16 @@ def test_two_caches_are_scored_in_pairs_and_a_run_goes_on(tmp_path, tasks, capsy
 
     monkeypatch.setattr(harness, "stream_generate", None)  # a call would fail
     assert run(*command, "--cache", "full") == 0
-    assert "0.5000" in capsys.readouterr().out
+    assert "0.5000" in capfd.readouterr().out
     assert run("--compare", output, "--output", tmp_path / "report") == 0
-    assert "+0.0000 to +0.0000" in capsys.readouterr().out
+    assert "+0.0000 to +0.0000" in capfd.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "report" / "report.jsonl").read_text().splitlines()]
     assert [(row["cache"], row["budget"], row["samples"]) for row in rows] == [("clustered", 96, 2), ("full", None, 2)]
     assert all(row["device_bytes"] > 0 and row["seconds_per_token"] > 0 and row["prompt_tokens"] > 20 for row in rows)
     assert rows[0]["host_bytes"] > 0 == rows[1]["host_bytes"] and rows[0]["versions"].keys() >= {"icejax", "jax", "lm_eval"}
     assert "clustered 96" in (tmp_path / "report" / "report.html").read_text()
     assert run(*command, "--cache", "full", "--context-length", 300) == 2
-    assert "another model, cache or context length" in capsys.readouterr().err
+    assert "another model, cache or context length" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

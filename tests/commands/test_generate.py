@@ -153,7 +153,8 @@ def test_every_cache_is_made_by_its_name():
         (("clustered", {"budget": 2.5}), "budget must be a whole number, got 2.5"),
         ((["full"], {}), r"unknown cache \['full'\]: expected one of "),
         (("full", None), "cache options must be a mapping of names to values, got None"),
-        (("full", {1: 2}), "cache 'full' has no option 1: expected one of movable"),
+        (("full", {1: 2}), "cache 'full' has no option 1: it has none"),
+        (("full", {"movable": True}), "cache 'full' has no option 'movable': it has none"),
     ):
         with pytest.raises(InputError, match=f"^{message}"):
             make_policy(*arguments)
@@ -202,7 +203,7 @@ BAD_ARGUMENTS = {
     "small budget": (["--prompt", "x", "--budget", "30"], "budget must hold 5 sinks, a window of 21 and a page of 16: at least 42, got 30"),
     "budget no number": (["--prompt", "x", "--budget", "many"], "argument --budget: invalid int value: 'many'"),
     "tolerance of nothing": (["--prompt", "x", "--tolerance", "0"], "tolerance must be a number above 0 and at most 1000, got 0.0"),
-    "tolerance of another cache": (["--prompt", "x", "--tolerance", "0.1", "--cache", "full"], "cache 'full' has no option 'tolerance': expected one of movable"),
+    "tolerance of another cache": (["--prompt", "x", "--tolerance", "0.1", "--cache", "full"], "cache 'full' has no option 'tolerance': it has none"),
     "largest budget alone": (["--prompt", "x", "--max-budget", "512"], "--max-budget needs --tolerance"),
     "option no number": (["--prompt", "x", "--cache-option", "sinks=few"], "cache option sinks must be int, got 'few'"),
     "unknown cache": (["--prompt", "x", "--cache", "best"], "unknown cache 'best': expected one of adakv, arkvale, clustered"),
@@ -220,7 +221,7 @@ BAD_ARGUMENTS = {
         ["--prompt", "x", "--cache-option", "magic=1"],
         "cache 'clustered' has no option 'magic': expected one of budget, page_size, sinks, window, ",
     ),
-    "option of another cache": (["--prompt", "x", "--cache", "full", "--budget", "64"], "cache 'full' has no option 'budget': expected one of movable"),
+    "option of another cache": (["--prompt", "x", "--cache", "full", "--budget", "64"], "cache 'full' has no option 'budget': it has none"),
     "option without value": (["--prompt", "x", "--cache-option", "sinks"], "--cache-option must be KEY=VALUE, got 'sinks'"),
     "page size": (["--prompt", "x", "--page-size", "12"], "page_size must be a power of two, got 12"),
     "window": (["--prompt", "x", "--cache-option", "window=16"], "window must be larger than page_size (16), got 16"),

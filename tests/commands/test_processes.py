@@ -174,7 +174,7 @@ def test_a_group_that_cannot_begin_is_refused(monkeypatch):
     monkeypatch.delenv(processes.LEADER, raising=False)
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     refused = {
-        ("UNKNOWN: Failed to start RPC server", "h:1"): "process 0 cannot listen at h:1: the port is taken, or HOST is no "
+        ("UNKNOWN: Failed to start RPC server", "h:1"): "process 0 cannot listen at h:1: the port is in use, or HOST is no "
         "address of this machine",
         ("coordinator_address should be defined.", "auto"): "coordinator auto finds no SLURM, Open MPI, TPU pod, indexed "
         "Kubernetes job or LeaderWorkerSet: give the coordinator's HOST:PORT, the number of processes and the number of this one",

@@ -91,7 +91,7 @@ def test_sampling_that_is_not_supported_is_told_by_name(answer, bundled):
 
 def test_a_model_without_sampling_is_told(answer, bundled, tmp_path):
     ids, err = answer(None, "--sampling", "model")
-    warning = f"icejax.generate: warning: {tmp_path} has no generation_config.json: no sampling is taken from it\n"
+    warning = f"icejax.generate: warning: {tmp_path} has no generation_config.json: no sampling options are read from it\n"
     assert (ids, err) == (expected(bundled), warning)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from flax import nnx
 
-from bench.sizes import fetched_bytes
+from bench.steps.sizes import fetched_bytes
 from icejax.cache.registry import Clustered, Full
 from icejax.checkpoint import load
 from icejax.engine import prefill

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import icejax
-from bench.sizes import fetched_bytes
+from bench.steps.sizes import fetched_bytes
 from icejax.cache.bases.retrieval import Retrieval
 from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.window import Window

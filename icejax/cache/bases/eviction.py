@@ -60,7 +60,7 @@ class Slots:
         return Slots(k, v, gather(self.positions, NO_TOKEN), gather(self.scores), self.room)
 
     def then(self, others: Slots) -> Slots:
-        """Returns these slots with `others` behind them."""
+        """Returns these slots with `others` after them."""
         k, v = (jnp.concatenate(pair, axis=1) for pair in ((self.k, others.k), (self.v, others.v)))
         pairs = (self.positions, others.positions), (self.scores, others.scores)
         return Slots(k, v, *(jnp.concatenate(pair, axis=2) for pair in pairs), self.room)
@@ -111,7 +111,7 @@ class Eviction(CachePolicy):
 
         Args:
             tokens: the kept tokens, then the text's tokens; empty slots stand at both ends. Positions rise, except where a
-                decoded token has taken an evicted token's slot.
+                decoded token replaced an evicted one.
             heads, attended: the text's queries, keys and values, and its attention.
         """
 

@@ -1,6 +1,6 @@
 """Base of the clustered caches that can look at pages in codes first: `Clustered` and `Tolerant` build on it.
 
-Codes lie beside the pages in the pool, u8[P, B, K, 1, 1, n].
+Codes are planes of the pages in the pool, u8[P, B, K, 1, 1, n].
 """
 
 from __future__ import annotations

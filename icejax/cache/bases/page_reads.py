@@ -61,7 +61,7 @@ class WholePages:
         return Retrieval.fetch_and_attend(self.policy, state, heads, near, found, view)
 
     def attend(self, heads: Heads, near: Near, pages: Pages, found: Selection) -> tuple[Attended, Float[Array, "B K M p"]]:
-        """Returns the attention to what was fetched, and the tokens' weights, as `Retrieval.attend` does."""
+        """Returns the attention to the fetched tokens, and their weights, as `Retrieval.attend` does."""
         if not self.rerank:
             return Retrieval.attend(self.policy, heads, near, pages, found)
         budget, tail = self.policy.budget, self.policy.tail
@@ -110,7 +110,7 @@ class InCodes(WholePages):
         return self.num_exact(pages, self.policy.budget)
 
     def num_exact(self, pages: int, budget: int) -> int:
-        """Returns how many tokens of `pages` pages a budget holds beside sinks and window."""
+        """Returns how many tokens of `pages` pages a budget holds besides sinks and window."""
         layout = self.policy.window_layout
         return min(pages * self.policy.page_size, budget - layout.sinks - layout.slots)
 

@@ -84,7 +84,7 @@ class Retrieval(CachePolicy):
     def num_fetched(self, pages: int) -> int:
         """Returns how many of `pages` pages, or of their slots, a step selects per KV head (`per_query_head`: per query head).
 
-        Default: as many as fit the budget beside sinks and window: 12 pages of 16 for a budget of 256, 32 sinks and 32 slots.
+        Default: as many as fit the budget besides sinks and window: 12 pages of 16 for a budget of 256, 32 sinks and 32 slots.
         """
         room = self.budget - self.window_layout.sinks - self.window_layout.slots
         return min(pages * self.page_size, room) // self._unit
@@ -209,7 +209,7 @@ class Retrieval(CachePolicy):
         return stack_planes(planes)
 
     def _packed(self, planes: Planes, valid: Bool[Array, "B T"], shared: Shared | None) -> tuple[Stored, Any, Shared | None]:
-        """Returns pages of the tokens in `valid`, what the index keeps of them, and the order for follower layers."""
+        """Returns pages of the tokens in `valid`, their entries in the index, and the order for follower layers."""
         order = shared.order if self.follows and shared is not None else None
         order = self.order(planes[0], valid) if order is None else order
         shared = Shared(order=order) if self.shares else None
@@ -224,7 +224,7 @@ class Retrieval(CachePolicy):
         return jax.tree.map(lambda x: x.transpose(2, 0, 1, 3, 4, 5), stored), described, shared
 
     def _described(self, pages: PagePlanes, mask: Bool[Array, "B K P p"]) -> Any:
-        """Returns what the index keeps of pages; `pages` are their planes."""
+        """Returns the index's entries of pages; `pages` are their planes."""
         return self.index.describe(pages[0], pages[1] if len(pages) > 1 else None, mask)
 
     def flush_slice(self, state: PagedState, lengths: Lengths) -> PagedState:
@@ -282,7 +282,7 @@ class Retrieval(CachePolicy):
         return True
 
     def trimmed(self, state: PagedState, tokens: Int[Array, " B"], page: Int[Array, ""]) -> PagedState:
-        """Empties the window and the pages from `page` on. What an index sums over all tokens keeps the forgotten ones."""
+        """Empties the window and the pages from `page` on. An index's sums over all tokens still include forgotten ones."""
         none = jnp.zeros(1, jnp.int32)
         index = self.index.after_move(state.index, none, none > 0, page, behind=page)
         # The pages held on the device may be written anew.

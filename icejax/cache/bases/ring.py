@@ -1,4 +1,4 @@
-"""Rings of slots that hold the newest tokens: which position stands in which slot, and how new tokens replace old ones.
+"""Rings of slots that hold the newest tokens: which position is in which slot, and how new tokens replace old ones.
 
 `policies/full.py` keeps sliding-window layers in rings, `policies/kivi.py` the tokens that have no codes yet. Slots are
 [B K, S, H].
@@ -15,7 +15,7 @@ from icejax.ops.slots import by_head, merge_heads
 def ring_positions(seen: Int[Array, " B"], slots: int) -> Int[Array, "B S"]:
     """Returns the position of the token in each slot of a ring after `seen` i32[B] tokens, i32[B, slots]; below 0: empty.
 
-    A token at position t stands in slot t % slots. With 4 slots:
+    A token at position t is in slot t % slots. With 4 slots:
 
         seen = 2    [0, 1, -2, -1]    slots 2 and 3 are empty
         seen = 6    [4, 5, 2, 3]      tokens 4 and 5 have replaced 0 and 1

@@ -1,4 +1,4 @@
-"""The rounds of a step that estimates its error: a round attends to pages, exactly or first in codes, and tells what it misses.
+"""The rounds of a step that estimates its error: a round attends to pages, exactly or first in codes, and estimates its error.
 
 Policy Tolerant calls one of these classes twice in a step. Ids and counts are i32[B, K, M], errors f32[B, K, G].
 """

@@ -20,7 +20,7 @@ from icejax.ops.pages.value_fit import FromKeys
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Selection:
-    """Pages that a query attends to beside sinks and window; a single slot counts as a page of one token.
+    """Pages that a query attends to besides sinks and window; a single slot counts as a page of one token.
 
     Attributes:
         ids: pages of each KV head; of single slots page * page size + slot, so slot 3 of page 5 of 16 tokens is 83.

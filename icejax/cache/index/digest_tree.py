@@ -19,7 +19,7 @@ from icejax.ops.pages.digests import Digests, digest, empty, put
 from icejax.ops.pages.key_scatter import add_scatter
 from icejax.ops.pages.value_fit import FromKeys, Sums, ValueFit, empty_fit, page_sums, update_fit
 
-Described = tuple[Digests, Sums, *tuple[Any, ...]]  # digests, sums for the fit, and what a subclass adds
+Described = tuple[Digests, Sums, *tuple[Any, ...]]  # digests, sums for the fit, and a subclass's arrays
 
 
 @jax.tree_util.register_dataclass

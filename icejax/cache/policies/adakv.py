@@ -40,7 +40,7 @@ class AdaKV(SnapKV):
         kernel: neighbouring tokens over which attention is pooled, an odd number.
         pooling: avg (SnapKV's code) or max (AdaKV's).
         group: how the weights of a KV head's query heads are combined: mean (as kvpress), max or sum.
-        floor: share of the budget beside the window that every KV head gets evenly.
+        floor: share of the budget without the window that all KV heads get in equal parts.
 
     Raises:
         InputError: an option is out of range.
@@ -57,7 +57,7 @@ class AdaKV(SnapKV):
         return self.window + int(self._beside_window(np.float32(kv_heads * (self.budget - self.window))))
 
     def _beside_window(self, won: Any) -> Any:
-        """Returns how many tokens a head that won `won` keeps beside the window; rounded in fp32, as in the authors' code."""
+        """Returns how many tokens a head that won `won` keeps besides the window; rounded in fp32, as in the authors' code."""
         return (won * np.float32(1 - self.floor)).round() + np.float32(int(self.floor * (self.budget - self.window)))
 
     def budgets(self, tokens: Slots) -> Int[Array, "B K"]:

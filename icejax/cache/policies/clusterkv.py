@@ -23,8 +23,8 @@ from icejax.ops.topk import best
 class ClusterKV(Retrieval):
     """ClusterKV: every query head attends to the clusters whose centroids have the largest products with its query.
 
-    Whole clusters are taken until the budget is used; of the last cluster only the first tokens. Clusters are made of a row's
-    first text without its sinks. Later tokens join the nearest cluster, so that a short first text leaves few clusters for all
+    A query attends to whole clusters until the budget is used, and to the first tokens of the last one. Clusters are made of a
+    row's first text without its sinks. Later tokens join the nearest cluster, so a short first text leaves few clusters for all
     later tokens. In the authors' code k-means begins at random, a text shorter than the budget is attended to whole, decoded
     tokens come on top of the budget, and the faster version makes 8 clusters of every 320 decoded tokens. The tokens of their
     last step stay on the device; here all are fetched.

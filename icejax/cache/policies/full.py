@@ -5,7 +5,7 @@ The registry offers `Full` as `--cache full`; `Ring` serves sliding-window layer
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -45,10 +45,10 @@ class Full(AllTokens):
 
     Attributes:
         movable: whether the squares of queries are summed too, so that a session can move its tokens to pages
-            (`session.text_cache`); a session that begins with as many tokens as fit the device sets it.
+            (`session.text_cache`); a session whose first tokens stay on the device sets it, no user.
     """
 
-    movable: bool = False
+    movable: bool = field(default=False, metadata={"internal": True})
     by_head = True
 
     def init(self, spec: CacheSpec) -> TokenState:

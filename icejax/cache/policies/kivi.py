@@ -56,7 +56,7 @@ class Kivi(CachePolicy):
     Keys have a least number and a step for each channel of 32 tokens in a row, values for each token and 32 channels. As in the
     published code, values of the newest `residual` tokens are exact; keys are coded `residual` at a time, so that as many are
     exact as the text's length leaves over when divided by `residual`. A prompt's attention is exact, here and in that code. A
-    later text, which that code does not have, attends to itself exactly and to codes of what was before.
+    later text, which that code does not have, attends to itself exactly and to earlier text by its codes.
 
     The published code refuses values that 32 channels do not divide, and takes fp16 models; here the last group is filled up,
     and codes have fp16 offsets and steps in every dtype. Sliding-window layers are exact.
@@ -182,7 +182,7 @@ def _keys_of_run(
     """Returns the keys without codes, in order: the first `held` of the ring, `count` new ones, and 0 up to whole groups.
 
     Args:
-        held: keys in the ring without codes, fewer than its slots. The first of them stands in its first slot.
+        held: keys in the ring without codes, fewer than its slots. The first of them is in its first slot.
     """
     slots, kv_heads = ring.shape[1], new.shape[2]
     width = groups_of(slots - 1 + new.shape[1]) * GROUP

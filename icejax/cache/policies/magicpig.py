@@ -38,7 +38,7 @@ class MagicPIG(Retrieval):
 
     A sampled token's weight is divided by its probability of being sampled, so that the mean over random planes is the
     attention to all tokens; no budget makes a single step exact. The authors' code does not limit the sample; here, if it
-    exceeds the budget, the tokens that agree in most tables are taken. Their code keeps all decoded tokens, and the full cache
+    exceeds the budget, the tokens that agree in most tables are chosen. Their code keeps all decoded tokens, and the full cache
     in layers 0, 16, 32 and so on. Their hash tables, keys and values are on the CPU, which samples and attends, so that the
     device receives outputs alone; here hashes are on the device, and the sample is fetched to it.
 

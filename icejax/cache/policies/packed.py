@@ -45,7 +45,7 @@ class Packed(SimilarPages):
 
     Tokens of a page have similar keys, so that each channel of a page has a small range, which 4 bits with an offset and a step
     divide finely. A step weighs all tokens by their coded keys, and fetches keys and values of the best ones: 192 at a budget
-    of 256. All other tokens count with their coded keys and values. There are no digests.
+    of 256. All other tokens count with their coded keys and values. The policy has no digests.
 
     Values have an offset and a step per page and channel, as keys have: with 192 exact tokens this left 0.46 to 0.85 times the
     error of values coded by token, on four models.
@@ -53,8 +53,8 @@ class Packed(SimilarPages):
     Attributes:
         codes: bits of a channel of a key or value: 2, 3, 4 or 8. With their offsets and steps they take 19, 25, 32 or 57% of
             the bytes of a full cache of 16 bits, for pages of 16 tokens and heads of 64 channels.
-        exact: most tokens of pages that are attended exactly; None: as many as the budget holds beside sinks and window. With 0
-            nothing is in host memory: later texts attend to the codes of earlier ones too, and generated tokens are not packed
+        exact: most tokens of pages that are attended exactly; None: as many as the budget holds besides sinks and window. With
+            0 nothing is in host memory: later texts attend to codes of earlier ones too, and generated tokens are not packed
             again (`compact_every`), which would need their keys.
         estimate: whether each step estimates the relative error that codes leave in its attention, from their steps.
 

@@ -36,7 +36,7 @@ class ParisKV(Retrieval):
     and the tokens of the first patterns get up to six votes. The tokens with most votes are candidates, whose products are
     estimated from the sign and one of eight sizes of every channel and from the length of every block. The number of tokens
     determines the shares of voting tokens and candidates, as in the authors' code. Their code attends to the whole text if it
-    has less than 2,000 tokens, or less than twice the budget beside sinks and window; here there are at least as many
+    has less than 2,000 tokens, or less than twice the budget besides sinks and window; here it has at least as many
     candidates as the budget holds. Their window is 64 or 512 tokens by model and leaves 128 or 512 at a time, and no layer is
     dense.
 

@@ -14,7 +14,7 @@ from icejax.checks.numbers import integer
 class PyramidKV(SnapKV):
     """PyramidKV: SnapKV whose budgets fall by the same step from layer to layer; their mean is `budget`.
 
-    As in KVCache-Factory, the last layer keeps `(budget - window) / beta` tokens beside the window, and the first layer
+    As in KVCache-Factory, the last layer keeps `(budget - window) / beta` tokens besides the window, and the first layer
     `2 (budget - window)` less that number. A budget of 68, a window of 8 and beta 20 in 4 layers:
 
         beside the window    117  79  41   3     mean 60
@@ -22,7 +22,7 @@ class PyramidKV(SnapKV):
 
     KVCache-Factory rounds the step down, so that it keeps more than asked for, and flattens the pyramid for a prompt shorter
     than the first layer's budget. Here each budget is rounded, so that they sum up exactly, for every prompt alike. kvpress's
-    PyramidKVPress has no room for the window beside the pyramid: it divides the whole budget.
+    PyramidKVPress has no room for the window besides the pyramid: it divides the whole budget.
 
     Attributes:
         budget: tokens kept per KV head after a text, the mean over layers, window included; decoded tokens come on top.

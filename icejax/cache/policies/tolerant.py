@@ -92,7 +92,7 @@ class Tolerant(LookedPages):
 
     @property
     def rounds(self) -> WholeRounds:
-        """What a round reads and attends to."""
+        """The pages that a round reads, and its attention."""
         return (CodedRounds if self.look else WholeRounds)(self, self.largest_budget)
 
     def num_ranked(self, pages: int) -> int:
@@ -135,7 +135,7 @@ class Tolerant(LookedPages):
             norms = jnp.linalg.norm(v.astype(jnp.float32), axis=-1).mean((1, 2))
             return sums + jnp.stack([*(x.mean((1, 2)) for x in (error, done.uneven, done.of_codes)), norms])
 
-        count = min(TOLD_BY, self.window_layout.fill)  # all of these tokens stand in the window
+        count = min(TOLD_BY, self.window_layout.fill)  # all of these tokens are in the window
         true, estimate, of_codes, norms = jax.lax.fori_loop(0, count, add_token, jnp.zeros((4, len(heads.lengths))))
         # Without unevenness the gain is the values' norm, as if keys did not predict them and their mean were 0.
         gain = jnp.where(

@@ -45,7 +45,7 @@ class TopP(TokenOracle):
 
         lowest = threshold(reaches_mass, len(flat)).reshape(*weights.shape[:-1], 1)
         heavier, tied = order > lowest, order == lowest
-        # Of tied tokens the first are taken, as long as the tokens before them have less than the mass.
+        # Of tied tokens the first are chosen, as long as the tokens before them have less than the mass.
         earlier = jnp.cumsum(tied, axis=-1, dtype=weights.dtype) - 1
         before = jnp.where(heavier, weights, 0).sum(-1, keepdims=True) + earlier * weights
         return heavier | (tied & (before < self.mass))

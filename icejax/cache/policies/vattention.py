@@ -34,7 +34,7 @@ class VAttention(Oracle):
         budget: most tokens attended to per query head and layer, sinks and window included.
         sinks: first tokens, which are always attended to.
         window: newest tokens, which are always attended to.
-        top: tokens of highest score between sinks and window, which are attended to; None: half of the budget beside sinks and
+        top: tokens of highest score between sinks and window, which are attended to; None: half of the budget besides sinks and
             window; the sample has the rest.
         base: size of the first draw and least size of the sample, as a share of the largest sample.
         epsilon: relative error of the sum of weights that the sample is meant not to exceed.

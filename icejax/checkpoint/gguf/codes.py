@@ -136,7 +136,7 @@ TYPES: dict[str, tuple[Callable[[np.ndarray], Groups], int, int, int]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks(Layout):
-    """A matrix of a GGUF type, or the matrices of all experts; rows are blocks, one behind the other.
+    """A matrix of a GGUF type, or the matrices of all experts; rows are blocks, one after the other.
 
     Attributes:
         kind: the type.

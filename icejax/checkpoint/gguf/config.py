@@ -176,7 +176,7 @@ def _divided(model: _Source, divisors: list[float], config: dict[str, Any]) -> d
     size, theta = config["head_dim"], model.number("rope.freq_base", default=1e4)
     if len(divisors) * 2 == size:
         wavelengths = 2 * np.pi * theta ** (np.arange(0, size, 2) / size)
-        part = LLAMA3["original_max_position_embeddings"] / wavelengths  # of a turn behind the original context
+        part = LLAMA3["original_max_position_embeddings"] / wavelengths  # turns in the original context
         low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
         smooth, factor = np.clip((part - low) / (high - low), 0, 1), max(divisors)
         if factor >= 1 and np.allclose(divisors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-5, atol=0):

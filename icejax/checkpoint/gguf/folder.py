@@ -99,7 +99,7 @@ def pointed_model(folder: Path) -> Model:
 
 @functools.lru_cache(maxsize=1)
 def _read(file: Path, versions: tuple[tuple[int, ...], ...]) -> tuple[Model, str]:
-    """Returns what a file says of its model, without the vocabulary, and its checksum: a load asks several times."""
+    """Returns a file's metadata without the vocabulary, and its checksum: a load asks several times."""
     model = read_model(file)
     return model._replace(values={}), _checksum(model)
 

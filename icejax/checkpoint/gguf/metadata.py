@@ -47,7 +47,7 @@ class Tensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a GGUF file says of itself.
+    """The header of a GGUF file.
 
     Attributes:
         values: its values by key; arrays of numbers are numpy arrays, arrays of texts are lists.
@@ -194,7 +194,7 @@ def _alignment(reader: _Reader, values: dict[str, Any]) -> int:
 
 
 def _tensors(reader: _Reader, count: int, alignment: int, size: int) -> dict[str, Tensor]:
-    """Returns the tensors by name, which lie in the file of `size` bytes behind the header, one behind the other."""
+    """Returns the tensors by name, which lie in the file of `size` bytes after the header, one after the other."""
     entries = []
     for _ in range(count):
         name = reader.text("tensors' names")

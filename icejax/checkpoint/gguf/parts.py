@@ -22,7 +22,7 @@ STATISTICS = "imatrix"  # in the name of a file with the statistics that a quant
 
 
 class Model(NamedTuple):
-    """What the files of a model say of it.
+    """The headers of a model's files.
 
     Attributes:
         files: the files in order.
@@ -69,7 +69,7 @@ def one_in(folder: Path) -> Path | None:
 
 
 def read_model(file: Path) -> Model:
-    """Returns what the GGUF file `file`, or the set that it is a part of, says of its model.
+    """Returns the headers of the GGUF file `file`, or of the set that it is a part of.
 
     Raises:
         InputError: a part is missing, belongs to another set or is no sound GGUF file; or a tensor is stored twice.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from icejax.checks.errors import InputError, quoted, suggestion
 
-# No expression may backtrack without bound: no repeat stands in a repeat.
+# No expression may backtrack without bound: no repeat is inside another repeat.
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"

@@ -40,7 +40,7 @@ NORMS_ON_BOTH_SIDES = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-# What a model type names otherwise than `BLOCK`.
+# Names of a model type that differ from `BLOCK`.
 OTHERS = {
     "gemma2": NORMS_ON_BOTH_SIDES,
     "gemma3_text": NORMS_ON_BOTH_SIDES,

@@ -24,7 +24,7 @@ NAMES = dict(bos_token="bos", eos_token="eos", unk_token="unknown", pad_token="p
 ENDS = "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|end_of_text|> <eos> </s>"
 HARMONY_END, HARMONY_RETURN = "<|end|>", "<|return|>"  # where both are tokens, <|end|> ends a message and not the answer
 INFILL = (("fim_pre", "fim_suf", "fim_mid"), ("prefix", "suffix", "middle"))  # new and old names of three roles
-KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other added tokens drop the spaces behind them
+KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other added tokens drop the spaces after them
 
 
 def tokenizer_files(metadata: dict[str, Any]) -> dict[str, str]:
@@ -117,7 +117,7 @@ def _add_tokens(tokenizer: Any, vocabulary: Vocabulary, *, drop_spaces: bool = F
 
 
 def _add_ends(tokenizer: Any, metadata: dict[str, Any], vocabulary: Vocabulary, *, adds_bos: bool) -> None:
-    """Puts bos in front of a text and eos behind it, where the file says so; `adds_bos`: also where it says nothing of bos."""
+    """Puts bos in front of a text and eos after it, where the file says so; `adds_bos`: also where it says nothing of bos."""
     from tokenizers import processors
 
     names, special = dict(bos="", eos=""), []

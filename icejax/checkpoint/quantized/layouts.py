@@ -43,7 +43,7 @@ class Part:
     needed: bool = True
 
     def faults(self, key: str, shape: Shape, dtype: str) -> list[str]:
-        """Returns what is wrong with the shape or dtype of a stored tensor."""
+        """Returns the fault of a stored tensor's shape or dtype."""
         if shape not in self.shapes:
             return [f"{key} has shape {list(shape)}, expected {' or '.join(str(list(allowed)) for allowed in self.shapes)}"]
         if dtype not in self.dtypes:
@@ -281,7 +281,7 @@ class Gptq(Layout):
         if not np.array_equal(parts["g_idx"], np.arange(shape[1]) // (self.block[1] or shape[1])):
             raise InputError("g_idx is not in order (act-order is not supported)")
         if "bias" in parts and parts["bias"].any():
-            raise InputError("bias is not zero, and config.json says that there is none")
+            raise InputError("bias is not zero, but config.json says that the format has none")
 
     def codes(self, shape: Shape, parts: Mapping[str, np.ndarray]) -> QuantizedMatrix:
         codes = signed(unpack(parts["qweight"].T, self.bits)[:, : shape[1]], self.bits)

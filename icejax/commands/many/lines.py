@@ -18,7 +18,7 @@ from icejax.commands.loading import context_length
 from icejax.commands.requests import PromptLine, prompt_line
 from icejax.commands.texts import numbered_lines, read_template, text_at
 
-# What an answer depends on, beside its line.
+# Options that an answer depends on.
 OPTIONS = ("model", "revision", "dtype", "quantize", "chat", "system", "template_arg", "parse_special", "stop")
 OPTIONS += ("max_new_tokens", "sampling", "seed", "logprobs", "cache", *options.OF_CACHE, "cache_option", "context_length")
 

@@ -54,7 +54,7 @@ class Rows:
 def write(answers: Path, path: Path) -> None:
     """Writes the answers of a file of JSON lines as a Parquet file, which replaces `path` when it is whole.
 
-    What a column type does not say, such as logprobs, is JSON; an id is text.
+    Values without a column type, such as logprobs, are JSON; an id is text.
     """
     with input_error_from(f"{path} cannot be written"), answers.open("rb") as lines:
         part = path.with_name(f".{path.name}.part")

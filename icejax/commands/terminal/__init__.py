@@ -1,1 +1,1 @@
-"""What a command reads from a terminal or a pipe, and what it shows there: its begin and end, progress, text and input."""
+"""Input and output of a command at a terminal or a pipe: its begin and end, progress, text and input."""

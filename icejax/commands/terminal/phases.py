@@ -1,4 +1,4 @@
-"""What a command shows while it waits: bars on a terminal, elsewhere a line for a phase that lasts, and one for its end.
+"""The progress that a command shows: bars on a terminal, elsewhere a line for a long phase, and one for its end.
 
 The commands that load and answer pass a `Phases` as the `progress` of the API.
 """
@@ -18,9 +18,9 @@ from rich.text import Text
 from icejax.runtime.compile_clock import clock
 from icejax.runtime.progress import COMPILING, LOADING, MEASURING, PREFILL
 
-PATIENCE_S = 2.0  # seconds that a phase lasts before a line tells of it
+PATIENCE_S = 2.0  # seconds that a phase lasts before a line appears
 UNITS = {LOADING: "tensors", PREFILL: "layers", COMPILING: "programs", MEASURING: "runs"}
-NOTE = " compiling"  # stands behind the first token on a terminal while the program of the others is compiled
+NOTE = " compiling"  # stands after the first token on a terminal while the program of the others is compiled
 
 
 class Speed(ProgressColumn):
@@ -41,7 +41,7 @@ def progress(console: Console, *, quiet: bool = False) -> Progress:
 class Phases:
     """Shows the phases of a call, whose `progress` it is; used as a context, whose end ends the last phase.
 
-    On a terminal a phase is a bar. Elsewhere a phase that has lasted `PATIENCE_S` seconds is told in a line, and its end in
+    On a terminal a phase is a bar. Elsewhere a phase that has lasted `PATIENCE_S` seconds gets a line, and its end
     another. Once an answer's text is written (`before_text`), no line comes between its pieces.
     """
 
@@ -92,7 +92,7 @@ class Phases:
             self._noted = False
 
     def before_text(self, text: str) -> None:
-        """Takes away what stands where an answer's next `text` will; a terminal shows "compiling" behind the first text."""
+        """Takes away what stands where an answer's next `text` will; a terminal shows "compiling" after the first text."""
         first, self._writing = not self._writing, True
         if first or self._noted:
             self.stop()
@@ -117,7 +117,7 @@ class Phases:
                 self._told = True
 
     def _end(self) -> None:
-        """Ends the current phase, with a line if one told of it."""
+        """Ends the current phase, with a line if its begin had one."""
         if self._timer is not None:
             self._timer.cancel()
         if self._told:

@@ -32,8 +32,8 @@ REMOVE_S = 2.0  # seconds for removing unfinished files and folders after a sign
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 LOG = logging.getLogger("icejax")
-_instead: list[Callable[[], None]] = []  # what an interrupt does instead of ending the command
-_drains: list[Callable[[], None]] = []  # what the first signal does in a server
+_instead: list[Callable[[], None]] = []  # called by an interrupt, which then does not end the command
+_drains: list[Callable[[], None]] = []  # called by the first signal in a server
 _wakeup: list[socket.socket] = []
 _answers: list[_Answer] = []  # the answer that is being written
 _terminal: list[Any] = []  # settings of the terminal of stdin when the command began

@@ -1,4 +1,4 @@
-"""What a command line shows: answers on stdout, and a table of their cost. `icejax.commands.generate` calls it."""
+"""The output of a command line: answers on stdout, and a table of their cost. `icejax.commands.generate` calls it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def answer(response: GenerationResponse, arguments: argparse.Namespace, console:
 
 
 def answer_fields(response: GenerationResponse) -> dict[str, Any]:
-    """Returns what an answer and its cost are as JSON."""
+    """Returns an answer and its cost as JSON."""
     fields = dataclasses.asdict(response) | {"reasoning_content": response.reasoning_content}
     fields |= fields.pop("run")
     for other in ("row", "prompt_logprobs", "attention"):  # the order of the lines says it; no command asks for them

@@ -1,7 +1,7 @@
-"""The programs between decode steps that change the pool: pages of the window go to it, and its newest pages are packed anew.
+"""The programs between decode steps that change the pool: pages of the window go to it, and its newest pages are packed again.
 
 `step.DecodePrograms` calls them. With pages of 8 tokens and `compact_every=32`, after steps 8, 16, 24 and 32 `flush`
-writes the window's oldest page to the pool, and after step 32 `compact` packs the newest 32 / 8 = 4 pages anew.
+writes the window's oldest page to the pool, and after step 32 `compact` packs the newest 32 / 8 = 4 pages again.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def pack(
 
     Args:
         pages: attended, fetched and needed pages.
-        experts: taken and fetched experts.
+        experts: chosen and fetched experts.
         estimates: the error in millionths, and the tokens attended.
     """
     return jnp.concatenate([token[None], pages, experts, estimates])

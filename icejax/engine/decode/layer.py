@@ -27,7 +27,7 @@ from icejax.runtime import compiler_options
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerInputs:
-    """What a layer of a step reads beside its weights and its cache.
+    """The inputs of a layer of a step, besides its weights and its cache.
 
     Attributes:
         x: the layer's input.
@@ -52,7 +52,7 @@ class LayerInputs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCounts:
-    """What a layer of a step counts.
+    """The counters of a layer of a step.
 
     Attributes:
         pages, estimates: fields of the policy's `Report` on the step; None in a layer without pages.
@@ -67,12 +67,12 @@ class LayerCounts:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerResults:
-    """What a layer of a step computes beside its state.
+    """The results of a layer of a step, besides its state.
 
     Attributes:
         x: the layer's output.
         shared: what later layers follow; None where no layer follows another.
-        counts: what the layer counts.
+        counts: the layer's counters.
     """
 
     x: jax.Array  # dtype[B, 1, D]
@@ -93,7 +93,7 @@ def view_of(
         seen: tokens of each row, the new ones included.
         pages: the layer's pages in the pool; None for a layer without pages.
         shared: what earlier layers pass on.
-        guess: returns this layer's queries as projected from the previous layer's input; None if there is no guess.
+        guess: returns this layer's queries as projected from the previous layer's input; None: no guess.
     """
     return View(lengths, pages, shared, guess, lambda heads, by: layer.rerotate(heads, by, seen), layer.project)
 

@@ -30,7 +30,7 @@ class DecodeLoop:
     `run` holds the newest state whenever the caller has control.
 
     Attributes:
-        rows: the rows that go on, by their places in the batch.
+        rows: the unfinished rows, by their places in the batch.
     """
 
     def __init__(self, run: Run, constants: RunConstants) -> None:
@@ -47,7 +47,7 @@ class DecodeLoop:
         self._most_logprobs = max(self._most_logprobs, row.logprobs or 0)
 
     def drop(self, at: int) -> None:
-        """Frees the place of a row that has ended or goes on no longer; among several rows it reads and writes nothing more."""
+        """Frees the place of a row that has ended or was stopped; its place then reads and writes nothing among other rows."""
         self.rows.pop(at, None)
         if self.run.size > 1:
             self.run.state = without_row(self.run.state, at)

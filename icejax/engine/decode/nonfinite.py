@@ -23,7 +23,7 @@ from icejax.runtime.mesh import WHOLE, on_mesh
 
 
 def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
-    """Returns one line that says why the logits behind `tokens`, a prompt with its answer so far, are not finite.
+    """Returns one line that says why the logits after `tokens`, a prompt with its answer so far, are not finite.
 
     Costs a pass over the weights and, if all weights are finite, a second prefill.
     """

@@ -3,7 +3,7 @@
 The decode loop calls `DecodePrograms.step`. Through the layers goes the newest token of each row, [B, 1, D]; out come tokens
 i32[B], counters i32[8, B] and logits f32[B, V].
 
-On a CPU a step is a program per layer, with one more before the first layer and one behind the last, so that each kind of
+On a CPU a step is a program per layer, with one more before the first layer and one after the last, so that each kind of
 layer is compiled once. On other platforms, and in a model of few layers, a step is one program, of which XLA:GPU makes one CUDA
 graph.
 """
@@ -119,7 +119,7 @@ class DecodePrograms:
     Attributes:
         model, plan: the model and the plan.
         programs: the programs of a step and the model's weights.
-        clock: steps taken with these programs; equal to `lengths.clock` of the state.
+        clock: steps run with these programs; equal to `lengths.clock` of the state.
     """
 
     def __init__(self, model: CausalLM, plan: Plan) -> None:
@@ -149,7 +149,7 @@ class DecodePrograms:
         return state, results, pool
 
     def compacted(self, state: DecodeState, pool: Pool) -> tuple[DecodeState, Pool]:
-        """Packs the newest pages of the rows anew; donates the state and the pool."""
+        """Packs the newest pages of the rows again; donates the state and the pool."""
         cache, pages, first = self._between[2](state.cache, pool)
         pool = host_pool.write_pages(pool, pages, cache.table, first, mesh=self.plan.mesh)
         return dataclasses.replace(state, cache=cache), pool
@@ -170,7 +170,7 @@ class StepLayer(NamedTuple):
 
 
 class StepParts(NamedTuple):
-    """A step as a program per layer, one before the first layer and one behind the last.
+    """A step as a program per layer, one before the first layer and one after the last.
 
     Attributes:
         ends: the weights of `CausalLM.ends`.
@@ -200,7 +200,7 @@ class StepParts(NamedTuple):
         cache, x = state.cache, self.begin(self.ends, state.last_tokens)
         before, shared, states, counts = None, None, [], []
         for layer, layer_state in zip(self.layers, cache.layers, strict=True):
-            # What a layer does not read is None, so that layers of one kind have inputs of one structure.
+            # Inputs that a layer does not read are None, so that layers of one kind have inputs of one structure.
             guessed_from, followed = before if layer.policy.prefetch else None, shared if layer.policy.follows else None
             pages = (None, None) if layer.number is None else (pool, cache.table)
             inputs = LayerInputs(x, guessed_from, followed, cache.lengths, state.done, *pages, layer.number)
@@ -274,7 +274,7 @@ class WholeStep(NamedTuple):
 def step_program(graph: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, plan: Plan) -> Callable:
     """Returns the program of a whole step, from weights, state and pool; each kind of layer is traced once."""
 
-    # Unused arguments are kept too: without them buffers move at every step, and a CUDA graph is updated kernel by kernel.
+    # Unused arguments stay arguments: without them buffers move at every step, and a CUDA graph is updated kernel by kernel.
     @functools.partial(
         jax.jit, donate_argnums=1, keep_unused=True, compiler_options=compiler_options.OPTIONS.get(plan.platform)
     )

@@ -21,7 +21,7 @@ class Cropped(NamedTuple):
 
     Attributes:
         shape: the shape of the whole array.
-        part: a copy of what is left.
+        part: a copy of the tokens that stay.
     """
 
     shape: tuple[int, ...]

@@ -52,7 +52,7 @@ class Job:
 
     @property
     def reads_prefixes(self) -> bool:
-        """Whether the prompt may begin behind a cached prefix."""
+        """Whether the prompt may begin after a cached prefix."""
         return self.prompt_logprobs is None and not self.explain
 
     def row(self, tokenizer: Any, eos: tuple[int, ...]) -> Row:

@@ -1,4 +1,4 @@
-"""How a prompt gets into a cache: behind a cached prefix or from nothing, and where on its way the cache is stored."""
+"""How a prompt gets into a cache: after a cached prefix or from nothing, and where on its way the cache is stored."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from icejax.engine.serving.prefix_folder import StoredPrefix
 from icejax.engine.serving.prefixes import Entry
 
-PIECE = 512  # tokens of a text behind a cached prefix that are computed between two steps of other rows
+PIECE = 512  # tokens of a text after a cached prefix that are computed between two steps of other rows
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Route:
 
 
 def whole_route(tokens: int) -> Route:
-    """Returns the route of a prompt of so many tokens behind nothing, which is cut nowhere."""
+    """Returns the route of a prompt of so many tokens after nothing, which is cut nowhere."""
     return Route(None, 0, (tokens,))
 
 

@@ -1,4 +1,4 @@
-"""The scheduler decides which request gets a place in the batch, and what the engine does next; it knows no device, no clock.
+"""The scheduler decides which request gets a place in the batch, and the engine's next work; it knows no device, no clock.
 
 The core calls it, with the seconds that each piece of work took. Admission is first come, first served: a request waits until
 a place is free and the pool has extents for its prompt and its whole answer. Nothing is ever preempted.
@@ -27,7 +27,7 @@ SMALLER_AFTER = 8  # steps for which a smaller size must be enough: moving the r
 
 
 class Work(enum.Enum):
-    """What the engine does next."""
+    """The engine's next piece of work."""
 
     PREFILL = "a unit of prefill"
     DECODE = "a decode step"
@@ -127,7 +127,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether there is a ticket."""
+        """Whether any ticket waits or runs."""
         return bool(self.waiting or self.prefilling or self.decoding)
 
     def submit(self, ticket: Ticket) -> None:

@@ -1,4 +1,4 @@
-"""The way of one prompt to its first token, piece by piece: a prefill, or a cached prefix and the text behind it.
+"""The way of one prompt to its first token, piece by piece: a prefill, or a cached prefix and the text after it.
 
 The core makes one for the prompt that has just got its place, and advances it between decode steps of other rows.
 """
@@ -114,7 +114,7 @@ class RowStart:
         return self._result
 
     def _run(self) -> Iterator[None]:
-        """Runs the pieces: a `yield` stands before every piece, and the code up to the next one is the piece."""
+        """Runs the pieces: a `yield` comes before every piece, and the code up to the next one is the piece."""
         entry, cuts, state, step, kept = self._route.entry, self._route.cuts, None, None, None
         if isinstance(entry, StoredPrefix):
             loaded = yield from self._loaded(entry)
@@ -208,7 +208,7 @@ class RowStart:
                 yield
 
     def _before_text(self, state: DecodeState) -> DecodeState:
-        """Returns a row whose later text goes to prompt pages, as the pages behind them are filled by new tokens."""
+        """Returns a row whose later text goes to prompt pages, as the pages after them are filled by new tokens."""
         return self._with_next_page(state, pages_used(state, self._plan)) if self._plan.pooled else state
 
     def _with_next_page(self, state: DecodeState, page: int) -> DecodeState:
@@ -243,7 +243,7 @@ class RowStart:
             pairs = zip(self._plan.policies, layers, strict=True)
             layers = tuple(policy.trimmed(layer, jnp.copy(counts), jnp.int32(0)) for policy, layer in pairs)
         cache = KVCache(layers, Lengths.of(counts, pages), table)
-        # Draws count from the end of the prompt, as behind a prefill.
+        # Draws count from the end of the prompt, as after a prefill.
         state = DecodeState(cache, zeros, zeros > 0, row_keys([self._draw]), jnp.copy(counts))
         return self._with_options(state, tokens)
 
@@ -251,5 +251,5 @@ class RowStart:
         """Returns a row of so many tokens with the request's key and options, for `extend` to draw the first token with."""
         sampling, penalties = row_options([self._sampling], [self._tokens[:tokens]], self._model.config.vocab_size)
         state = dataclasses.replace(state, key=row_keys([self._draw]), sampling=sampling, penalties=penalties)
-        # As the state behind a prefill is, or what takes it compiles twice.
+        # As the state after a prefill is, or what takes it compiles twice.
         return placed(self._plan.mesh, state, decode_cuts(self._plan))

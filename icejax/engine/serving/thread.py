@@ -253,7 +253,7 @@ class EngineThread:
                 self._tickets[handle].remove(ticket)
                 if not self._tickets[handle]:
                     del self._tickets[handle]
-        for handle in failed:  # behind the piece of work, which other processes of a group do as a whole
+        for handle in failed:  # after the piece of work, which other processes of a group do as a whole
             self._drop(core, handle)
 
     def _take_changes(self, core: Core) -> bool:

@@ -1,7 +1,7 @@
 """A prefill of one row that runs unit by unit: ``while not job.done: pool = job.advance(pool)``, with steps in between.
 
 The engine makes a job for a prompt that joins a running batch. The units of a layer are the keys and values of its tokens, then
-blocks of queries, then what the cache policy keeps, then the write of its pages to the pool. So all keys of a layer are packed
+blocks of queries, then the cache policy's state, then the write of its pages to the pool. So all keys of a layer are packed
 together, as in `prefill`, and the pool may be read and written by other rows between two units.
 
 Example: a prompt of 8,192 tokens of Qwen2.5-Coder-0.5B with the clustered cache on a CPU has 36 units a layer: 1 of keys and
@@ -102,7 +102,7 @@ class PrefillJob:
         return first_state(self._model, [self._prompt], self._plan, self._x, states, self._table, **options)
 
     def _run(self) -> Iterator[Any]:
-        """Runs the units: a `yield` stands before every unit and gives the results of the one before."""
+        """Runs the units: a `yield` comes before every unit and gives the results of the one before."""
         model, plan, lengths = self._model, self._plan, self._lengths
         results, x, shared = (), None, None
         for number, layer in enumerate(model.model.layers):

@@ -42,7 +42,7 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """What the blocks of a layer write: policies read the queries of all tokens and their attention.
+    """The arrays that the blocks of a layer write: policies read the queries of all tokens and their attention.
 
     Attributes:
         q: queries after RoPE, dtype[1, T, N, H].
@@ -104,7 +104,7 @@ def run_block(
     *,
     count: int,
 ) -> tuple[Float[Array, "1 T D"], Queries]:
-    """Returns `x` and `queries` with the `count` tokens from `first` on taken through the layer; donates both.
+    """Returns `x` and `queries` after the layer has computed the `count` tokens from `first` on; donates both.
 
     Attention is `attend_slots` on every platform, also on GPU, where a whole prompt's attention in bf16 runs in cuDNN. A latent
     layer attends with the heads that are cached, because expanded heads of all keys would be made anew for every block. On a

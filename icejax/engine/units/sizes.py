@@ -35,7 +35,7 @@ class UnitSizes:
 def unit_sizes(config: ModelConfig, layer: LayerConfig, spec: CacheSpec, padded: int, platform: str) -> UnitSizes:
     """Returns the sizes of the units of a layer.
 
-    Example: a query of Qwen2.5-Coder-0.5B takes 29 million operations for the matrices of a layer and, behind 8,192 keys, 29
+    Example: a query of Qwen2.5-Coder-0.5B takes 29 million operations for the matrices of a layer and, after 8,192 keys, 29
     million more for attention. A unit of 256 queries takes 15 billion.
 
     Args:

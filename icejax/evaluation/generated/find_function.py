@@ -23,7 +23,7 @@ BEGUN, END = "```python\n", "\n```"  # beginning of an answer, end of its code
 LENGTHS = (2048, 4096, 8192)
 DEPTHS = tuple(range(5, 100, 10))  # percent
 ANSWER_TOKENS = 512
-NEAR = 5  # percent that a function may stand away from its depth
+NEAR = 5  # percent by which a function's position may differ from its depth
 DRAWS = 100  # texts that are tried for one with a described function there
 
 

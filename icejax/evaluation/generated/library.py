@@ -89,7 +89,7 @@ class Excerpt:
 
     @property
     def text(self) -> str:
-        """The functions' sources, each behind the path of its module."""
+        """The functions' sources, each after the path of its module."""
         return "".join(map(_with_path, self.functions))
 
     def alone(self, function: Function) -> bool:
@@ -102,7 +102,7 @@ class Excerpt:
         return min(candidates, key=lambda function: abs(self.depth(function) - depth))
 
     def depth(self, function: Function) -> float:
-        """Returns how many percent of the tokens stand before the function's end."""
+        """Returns the percentage of the tokens before the function's end."""
         return float(100 * self.ends[self.functions.index(function)] / self.ends[-1])
 
 

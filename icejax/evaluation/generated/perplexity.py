@@ -1,4 +1,4 @@
-"""Perplexity of a text file by position: how well the text is predicted behind so many tokens of it, with a cache.
+"""Perplexity of a text file by position: how well the text is predicted after so many tokens of it, with a cache.
 
 For each position p the first p tokens are prefilled, exactly, and the next `SCORED` tokens are forced into the decode steps one
 after another, so the cache decides their log-likelihoods. Later windows of the file begin where the one before ended.
@@ -17,7 +17,7 @@ from icejax.evaluation.own_task import OwnTask
 from icejax.evaluation.setting import Setting
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-SCORED = 128  # tokens behind each position
+SCORED = 128  # tokens after each position
 WINDOWS = 4  # most of each position
 
 

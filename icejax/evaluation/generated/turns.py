@@ -1,9 +1,9 @@
 """Questions about one text in `icejax.Session`, in the two modes of SCBench (Li et al. 2024, arXiv 2412.10319).
 
 The text has functions of Python's standard library, and each of three questions asks for another one by its name.
-`multi_turn_code` asks one after another in a session, behind the model's own answers; the first question is prefilled with the
+`multi_turn_code` asks one after another in a session, after the model's own answers; the first question is prefilled with the
 text. `multi_request_code` prefills the text alone and saves the session; each question continues a copy of it, so no cache has
-seen a question when it chooses what to keep. There the model answers the text with one token. Scores are RepoQA's, by turn.
+seen a question when it chooses the tokens to keep. There the model answers the text with one token. RepoQA's scores, by turn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LENGTHS = (2048, 4096, 8192)
 SAMPLES = 10  # of each length
 DRAWS = 20  # texts that are tried for one with functions that fit their answers
 TURNS = 3
-CLOSED = 8  # tokens of an answer beside the function
+CLOSED = 8  # tokens of an answer besides the function
 ANSWER_TOKENS, QUESTION_TOKENS = 256, 96  # most of each; a question's with its chat template
 
 
@@ -35,7 +35,7 @@ class Turns(OwnTask):
 
     Attributes:
         asked: returns the questions of a sample, and how many tokens each answer may have.
-        shared: whether each question stands behind the text alone.
+        shared: whether each question stands after the text alone.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ def _answer_tokens(setting: Setting, function: Function) -> int:
 def _sample(setting: Setting, length: int, number: int) -> tuple[Excerpt, tuple[Function, ...]]:
     """Returns functions, and the three that are asked for: from the end, the beginning and the middle of the text.
 
-    The first stands behind the others, so that each question goes back.
+    The first stands after the others, so that each question goes back.
     """
     tokens = length - TURNS * (ANSWER_TOKENS + QUESTION_TOKENS) - TEMPLATE
     for draw in range(DRAWS):

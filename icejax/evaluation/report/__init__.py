@@ -1,1 +1,1 @@
-"""The report on finished evaluations: what each run took, rows, a table, plots and a page."""
+"""The report on finished evaluations: the cost of each run, rows, a table, plots and a page."""

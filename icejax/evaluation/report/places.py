@@ -1,4 +1,4 @@
-"""Scores by the length of the prompt, and by the depth at which the answer stands."""
+"""Scores by the length of the prompt, and by the depth of the answer in it."""
 
 from __future__ import annotations
 

@@ -34,13 +34,13 @@ def has(name: str) -> bool:
 
 
 def sized(name: str, lengths: Sequence[int] | None) -> list[str]:
-    """Returns a name with each of the lengths behind it, or the name alone if it is no task of this file or has a length."""
+    """Returns a name with each of the lengths after it, or the name alone if it is no task of this file or has a length."""
     match = NAME.fullmatch(name)
     return [name] if match is None or match[2] or not lengths else [f"{name}_{length}" for length in lengths]
 
 
 def task(name: str, setting: Setting) -> OwnTask | Group:
-    """Returns the task that a name and the length behind it say, 4,096 tokens without one, or the group of all made tasks.
+    """Returns the task that a name and the length after it say, 4,096 tokens without one, or the group of all made tasks.
 
     Raises:
         InputError: a file is missing or is another, wonderwords is not installed, or the length does not suit.

@@ -38,7 +38,7 @@ class Sized:
         new_tokens: tokens of an answer.
         step: sizes by which a prompt shrinks until it fits; the smallest size too.
         measured: a prompt of a size whose tokens the search for the largest size counts; None: `make` for sample 0.
-        reserved: tokens that a made prompt has beside the measured ones.
+        reserved: tokens of a prompt that are not measured.
         probe: the size whose tokens tell how large a prompt may become; None: `step`.
         most: the largest size to try, from the length and the tokens per size.
     """

@@ -75,7 +75,7 @@ def _hotpotqa(content: list[dict[str, Any]]) -> Source:
 
 
 def answers(source: Source) -> Sized:
-    """Returns prompts of a question behind documents; each has the documents that tell the answer."""
+    """Returns prompts of a question after documents; each has the documents that tell the answer."""
     draws = random.Random(SEED)
 
     def chosen(question: Question, size: int) -> list[str]:

@@ -32,7 +32,7 @@ V3 = dict(max_position_embeddings=4096, n_group=8, topk_group=4, routed_scaling_
 
 
 def ignored_keys(raw: dict[str, Any]) -> re.Pattern[str]:
-    """Returns a pattern of checkpoint keys to skip: rotary tables, and multi-token prediction layers behind the last layer."""
+    """Returns a pattern of checkpoint keys to skip: rotary tables, and multi-token prediction layers after the last layer."""
     first, count = raw["num_hidden_layers"], raw.get("num_nextn_predict_layers") or 0
     layers = "|".join(str(first + i) for i in range(count))
     return re.compile(rf"{ROTARY_TABLES}|model\.layers\.({layers})\..+" if count else ROTARY_TABLES)

@@ -39,7 +39,7 @@ class Expanded(NamedTuple):
 class LatentAttention(nnx.Module):
     """Projections and RoPE of latent attention, in two forms with the same result.
 
-    The cache keeps one key per token for all heads: the latent, which is also the value, and behind it a part with RoPE. In the
+    The cache keeps one key per token for all heads: the latent, which is also the value, and after it a part with RoPE. In the
     absorbed form queries are multiplied by the key projection, and `output` applies the value projection to the attended
     latents. The expanded form has keys and values of every head: fewer multiplications when there are many queries.
     """
@@ -103,7 +103,7 @@ class LatentAttention(nnx.Module):
 
     @property
     def _made(self) -> Float[Array, "N H C"]:
-        """The weights from a latent to each head's key channels, and behind them its value channels."""
+        """The weights from a latent to each head's key channels, and after them its value channels."""
         channels = self.config.qk_nope_head_dim + self.config.v_head_dim
         return self.kv_b_proj.weight[...].reshape(-1, channels, self.config.kv_lora_rank)
 

@@ -1,4 +1,4 @@
-"""The ends of a model: the token embedding before its layers, the final norm and the output head behind them.
+"""The ends of a model: the token embedding before its layers, the final norm and the output head after them.
 
 On a mesh each device has a part of the rows of embedding and head. An embedding is then the sum over the devices, of which one
 has the token's row and the others zeros. Logits are gathered. Rows of zeros fill a vocabulary that the devices do not divide.
@@ -51,7 +51,7 @@ class Embedding(nnx.Module):
 )
 @dataclass(frozen=True)
 class Ends:
-    """A model without its layers: what comes before the first one and behind the last one.
+    """A model without its layers: what comes before the first one and after the last one.
 
     Attributes:
         head: the matrix of the output head.

@@ -1,7 +1,7 @@
 """Attention to tokens in codes of a few bits: which of them weigh most, and what all others contribute.
 
-Policies Packed and Coded call it in a decode step: for all pages, or for those that digests select. Codes are [B, K, P, ...];
-they are decoded in parts, one after the other.
+Policies Packed and Coded call it in a decode step: for all pages, or for pages that digests select. Codes are [B, K, P, ...],
+and are decoded in parts, one after the other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The error that codes leave in attention, estimated from their steps.
 
-A code rounds a channel to the nearest of numbers that are one step apart. Its error is taken as even between half a step below
-and above, so that its variance is step^2 / 12, and as independent of the other channels' and tokens'. Offset and step are
+A code rounds a channel to the nearest of numbers that are one step apart. Its error is assumed uniform from half a step below
+to half above, so that its variance is step^2 / 12, and as independent of the other channels' and tokens'. Offset and step are
 rounded too, to multiples of s and t: a channel's least and largest token of n may then be off by what these ends move,
 
     step^2 / 12 + (2 s^2 + (2^bits - 1)^2 t^2) / 24 n

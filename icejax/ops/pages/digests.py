@@ -230,7 +230,7 @@ def weighted(weights: Float[Array, "B K G P"], digests: Digests) -> Float[Array,
 
 
 def _num_keys(count: Int[Array, "B K P"]) -> tuple[Float[Array, "B K 1 P"], ...]:
-    """Returns how many keys of a page its mean stands for, and each of its outliers: 2, 1 and 1 for a page of 4 keys."""
+    """Returns how many keys of a page its mean represents, and how many each outlier: 2, 1 and 1 for a page of 4 keys."""
     return _num_inliers(count)[:, :, None], *jnp.moveaxis(distinct_outliers(count), -1, 0)[:, :, :, None]
 
 

@@ -28,7 +28,7 @@ def kmeans(
 
     The start is deterministic: evenly spaced vectors. Of 10 vectors and 4 centroids these are the vectors 0, 2, 5 and 7. In an
     iteration each vector is assigned to its nearest centroid, and a centroid becomes the mean of its vectors; a centroid
-    without vectors stays. Where there are fewer vectors than centroids each vector is a centroid. Memory: two arrays of n times
+    without vectors stays. With fewer vectors than centroids each vector is a centroid. Memory: two arrays of n times
     `count` numbers, for one index of *R at a time.
 
     Args:

@@ -204,7 +204,7 @@ def uneven_of(rest: list[tuple[Scores, Digests]], lse: Float[Array, "B K G"]) ->
     """Returns `WalkResult.tail_uneven` of nodes with the log-sum-exp `lse`.
 
     For n tokens with normal scores of variance d^2 and weights that add up to 1, the expected sum of squares of the weights
-    minus their mean is (exp(d^2) - 1) / n, taken as at most 1.
+    minus their mean is (exp(d^2) - 1) / n, at most 1 here.
     """
     base = jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]
     uneven = jnp.zeros_like(lse)

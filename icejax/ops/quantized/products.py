@@ -17,7 +17,7 @@ from icejax.ops.attention.dense import EINSUM
 
 MOST_ROWS = 16  # most rows of x that multiply codes directly; for more, the partial sums per group would outgrow the matrix
 # Weights that a CPU converts to fp32 at once. For few rows of x: fewer weights do not occupy several cores, more leave their
-# caches. For more rows the product of a whole matrix is faster than many small ones, and 256 MiB bound what it takes.
+# caches. For more rows the product of a whole matrix is faster than many small ones, for at most 256 MiB.
 BLOCK, LARGE_BLOCK = 2**19, 2**26
 
 

@@ -1,4 +1,4 @@
-"""`/v1/completions`: texts behind prompts, which are texts or token ids. https://platform.openai.com/docs/api-reference/completions
+"""`/v1/completions`: texts after prompts, which are texts or token ids. https://platform.openai.com/docs/api-reference/completions
 
 With `echo` and `logprobs` a choice has the log-probabilities of the prompt's own tokens too, from exact attention, which
 lm-evaluation-harness sums. The names of control tokens in a prompt are these tokens, as in vLLM and llama.cpp, unless

@@ -19,6 +19,7 @@ from icejax.serving.errors import ApiError
 from icejax.serving.guard import owner_of, read_body
 from icejax.serving.identity import new_id
 from icejax.serving.routes.chat import answer_grammar, chat_text
+from icejax.serving.routes.turns import turns
 from icejax.serving.schemas import MessagesRequest, parsed
 from icejax.serving.service import Service
 from icejax.serving.streaming import EventStream, json_response, named_event, whole_response
@@ -26,7 +27,6 @@ from icejax.serving.tools.anthropic import chat_of, tool_choice
 from icejax.serving.tools.asked import arguments_object, asked_tools
 from icejax.serving.tools.calls import Call, CallsOf
 from icejax.serving.tools.events import CallArguments, CallBegin, Event
-from icejax.serving.turns import turns
 from icejax.text.chat_text import ChatText
 from icejax.text.encode import encode
 

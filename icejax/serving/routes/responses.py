@@ -22,12 +22,12 @@ from icejax.serving.responses.asked import asked_for, chat_tool_choice
 from icejax.serving.responses.conversation import conversation
 from icejax.serving.responses.output import SUMMARY, THOUGHTS, Output
 from icejax.serving.routes.chat import NO_LIMIT, answer_grammar, chat_text, logprob
+from icejax.serving.routes.turns import turns
 from icejax.serving.schemas import ResponsesRequest, parsed
 from icejax.serving.service import Service
 from icejax.serving.streaming import EventStream, whole_response
 from icejax.serving.tools.asked import asked_tools
 from icejax.serving.tools.calls import CallsOf
-from icejax.serving.turns import turns
 
 RUNNABLE = ("function", "custom", "namespace")  # types of tools that a client runs
 LOGPROBS = "message.output_text.logprobs"

@@ -76,7 +76,7 @@ class Parser(ABC):
 
     @abstractmethod
     def take(self, text: str, special: str | None = None) -> list[Event]:
-        """Returns the events of new text, and of the special token behind it."""
+        """Returns the events of new text, and of the special token after it."""
 
     @abstractmethod
     def rest(self) -> list[Event]:
@@ -132,7 +132,7 @@ class Form(ABC):
     def marked(self, mark: str, choice: Choice, *, between: str) -> list[str]:
         """Returns the rules `answer`, of calls that the rule `call` describes, and `opening`: `mark`, at which a call begins.
 
-        If no call is required, text may stand before the mark and behind the last call. It cannot spell the mark.
+        If no call is required, text may stand before the mark and after the last call. It cannot spell the mark.
 
         Args:
             between: the part of a rule that matches what stands between two calls, if they are required.

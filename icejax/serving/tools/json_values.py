@@ -56,7 +56,7 @@ class ArgumentsReader:
         self._index, self._name, self._value = index, name, Value()
 
     def take(self, text: str) -> tuple[list[Event], str]:
-        """Returns the events of new text, and what stands behind the arguments."""
+        """Returns the events of new text, and what stands after the arguments."""
         text = text if self.begun else text.lstrip(SPACES)
         if not text:
             return [], ""
@@ -103,7 +103,7 @@ class CallReader:
         self.begun = self._has_arguments = self._is_text = False
 
     def take(self, text: str) -> tuple[list[Event], str]:
-        """Returns the events of new text, and what stands behind the object."""
+        """Returns the events of new text, and what stands after the object."""
         events, piece = list[Event](), list[str]()
         for at, character in enumerate(text):
             if self.over or self.failed:

@@ -1,4 +1,4 @@
-"""Llama 3's JSON: an answer that is one object or several, perhaps behind <|python_tag|>.
+"""Llama 3's JSON: an answer that is one object or several, perhaps after <|python_tag|>.
 
 {"name": "weather", "parameters": {"city": "Oslo"}}; {"name": "weather", "parameters": {"city": "Rome"}}
 """

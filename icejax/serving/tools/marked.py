@@ -1,4 +1,4 @@
-"""Parsers of calls behind a mark that is in the text, or is a special token."""
+"""Parsers of calls after a mark that is in the text, or is a special token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from icejax.serving.tools.json_values import ArgumentsReader, CallReader
 
 
 class MarkedParser(Parser):
-    """Reads text up to a mark, and what stands behind it. Spaces before a mark are dropped; what is no call is text.
+    """Reads text up to a mark, and what stands after it. Spaces before a mark are dropped; what is no call is text.
 
     Attributes:
         opening: the mark.
@@ -54,7 +54,7 @@ class MarkedParser(Parser):
 
     @abstractmethod
     def _behind_mark(self, events: list[Event]) -> bool:
-        """Takes text behind a mark; False: more text must come."""
+        """Takes text after a mark; False: more text must come."""
 
     def _new_reader(self) -> ArgumentsReader | CallReader:
         return CallReader(self.calls)

@@ -1,4 +1,4 @@
-"""Mistral's forms: a list of objects behind [TOOL_CALLS], or a name and arguments behind each [TOOL_CALLS].
+"""Mistral's forms: a list of objects after [TOOL_CALLS], or a name and arguments after each [TOOL_CALLS].
 
 [TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Oslo"}}]
 [TOOL_CALLS]weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]weather[ARGS]{"city": "Rome"}
@@ -83,7 +83,7 @@ class MistralParser(MarkedParser):
         return False
 
     def _behind_call(self) -> bool:
-        """Goes on behind a call: to the next one of a list, or to text."""
+        """Goes on after a call: to the next one of a list, or to text."""
         self._raw, self._held = "", self._held.lstrip(SPACES)
         if not self._held:
             return False

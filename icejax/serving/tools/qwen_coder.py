@@ -129,7 +129,7 @@ class QwenCoderParser(HermesParser):
 
 
 class FunctionReader:
-    """Reads one function behind the opening mark.
+    """Reads one function after the opening mark.
 
     Attributes:
         over: whether it is complete.
@@ -145,7 +145,7 @@ class FunctionReader:
         self._is_first = True  # whether none of its text has come
 
     def take(self, text: str) -> tuple[list[Event], str]:
-        """Returns the events of new text, and what stands behind the function."""
+        """Returns the events of new text, and what stands after the function."""
         self._held += text
         events, pieces = list[Event](), list[str]()
         while not (self.over or self.failed) and self._step(events, pieces):
@@ -208,5 +208,5 @@ class FunctionReader:
 
 
 def _may_begin(text: str, mark: str) -> bool:
-    """Whether a text is the beginning of a mark, or begins with it and is not too long for a name behind it."""
+    """Whether a text is the beginning of a mark, or begins with it and is not too long for a name after it."""
     return mark.startswith(text) or (text.startswith(mark) and len(text) < LONGEST_MARK)

@@ -1,1 +1,1 @@
-"""Grammars of answers: their rules, what may stand before them, and the tokens that may come next."""
+"""Grammars of answers: their rules, the rules of thoughts before them, and the tokens that may come next."""

@@ -1,4 +1,4 @@
-"""The rules of what may stand before an answer that a grammar governs: thoughts, and the headers of harmony messages."""
+"""The rules of the text before an answer that a grammar governs: thoughts, and the headers of harmony messages."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What a tolerance buys and how well it holds: rows of ``python -m bench.calibrate --tolerances 0.05,0.01 --look 4``.
+"""The error and cost of a tolerance: rows of ``python -m bench.attention.calibrate --tolerances 0.05,0.01 --look 4``.
 
 The cache `tolerant` runs in a model that reads questions about real text (`bench.texts`) and then their true continuations; all
 questions about a text are asked. In every step the estimate that it reports is compared with the true error of its attention,
 both means over heads and the layers that are not dense. A JSON line per model, length, budget, tolerance and `look` has the
 true error, mean and largest of a step; `within`, the share of steps whose true error is at most the tolerance; `coverage` and
-`ratio` as `bench.calibrate`, `coverage_...` of one task; and `attended`, the tokens that a query head attended to exactly.
+`ratio` as in `calibrate`, `coverage_...` of one task; and `attended`, the tokens that a query head attended to exactly.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Error of attention through codes of a few bits, at equal bytes: ``python -m bench.two_precisions --model smollm2-135m``.
+"""Error of attention through codes, at equal bytes: ``python -m bench.attention.two_precisions --model smollm2-135m``.
 
-The command captures the queries, keys and values of a model that reads real text: 6 queries behind a text of each kind and
+The command captures the queries, keys and values of a model that reads real text: 6 queries after a text of each kind and
 length. It prints one JSON line per method (`form`), and a table on stderr:
 
 - `dense8`, `dense4`, `kivi`: all tokens as llama.cpp's q8_0 and q4_0 (without a rotation) and KIVI with 4 bits store them.
-- `policy`: a cache policy of `--policies`, such as `q8_0:rotate=false`, that decodes the tokens behind the text. Its keys are
+- `policy`: a cache policy of `--policies`, such as `q8_0:rotate=false`, that decodes the tokens after the text. Its keys are
   those of the model, without the clustered cache's scaled channels.
 - `packed`: all pages in codes, and the best `exact` tokens exactly; sinks and window are exact, no digests.
 - `today`: what `clustered` does: keys of 112 pages, values of the best tokens, digests for all other pages.
@@ -12,7 +12,7 @@ length. It prints one JSON line per method (`form`), and a table on stderr:
   tokens on the digest tree chooses the pages; `opened` is the least number of nodes that a level opens.
 
 `pages` is a number of pages, or as many as bring at most 1.05 times the bytes of `today` (`equal_bytes`). `error` is the
-relative L2 error of a head's output, mean over heads, queries and the layers behind the first dense ones; `worst_layer` is the
+relative L2 error of a head's output, mean over heads, queries and the layers after the first dense ones; `worst_layer` is the
 largest mean of a layer. Bytes are those of a model of 16 bits, per KV head and layer: `bus_bytes` of a step, `host_bytes` and
 `device_bytes` per token, digests included.
 """
@@ -33,15 +33,26 @@ from rich.console import Console
 
 import icejax
 from bench import panel
-from bench.capture import Captured, capture, tiled
-from bench.coded_attention import Coding, attend, attend_dense, coded, kivi_keys, kivi_values, look, q4_0, q8_0, walked
+from bench.attention.capture import Captured, capture, tiled
+from bench.attention.coded_attention import (
+    Coding,
+    attend,
+    attend_dense,
+    coded,
+    kivi_keys,
+    kivi_values,
+    look,
+    q4_0,
+    q8_0,
+    walked,
+)
+from bench.attention.methods import RERANKED, form, residents
+from bench.attention.page_attention import attention_of_keys, error, index_of, select
 from bench.compare.cells import policy_from
 from bench.compare.subject import Subject
 from bench.compare.text import SHORT, Text
 from bench.flags import listed, numbers, print_rows
-from bench.methods import RERANKED, form, residents
 from bench.needle import task
-from bench.page_attention import attention_of_keys, error, index_of, select
 from bench.texts import excerpt
 from icejax.api.generate import ASSETS
 from icejax.cache.bases.reranking import KEY_ONLY_FACTOR, pages_for
@@ -270,7 +281,7 @@ def line(row: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.two_precisions", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.attention.two_precisions", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=ASSETS, help=panel.ANY)
     parser.add_argument("--texts", default="code,documentation", help=f"kinds of text, of {', '.join(task.KINDS)}")
     parser.add_argument("--lengths", default="4096", help="tokens of a text, comma-separated")

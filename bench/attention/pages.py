@@ -1,4 +1,4 @@
-"""Error of the clustered cache by page formation, score and budget: ``python -m bench.pages [--quick]``.
+"""Error of the clustered cache by page formation, score and budget: ``python -m bench.attention.pages [--quick]``.
 
 The command captures the queries, keys and values of a model that answers questions about long texts: pass keys if the model's
 tokens are bytes, else functions and values (`bench.texts`). It prints one JSON line
@@ -30,11 +30,9 @@ from rich.console import Console
 from rich.progress import track
 
 from bench import panel, texts
-from bench.capture import Captured, capture, needle_prompt, tiled
-from bench.flags import listed, numbers, print_rows
-from bench.methods import FORMATIONS, SETS, Method, form, residents
-from bench.needle.evaluate import SHORTEST
-from bench.page_attention import (
+from bench.attention.capture import Captured, capture, needle_prompt, tiled
+from bench.attention.methods import FORMATIONS, SETS, Method, form, residents
+from bench.attention.page_attention import (
     attention,
     attention_of_keys,
     attention_of_tokens,
@@ -46,6 +44,8 @@ from bench.page_attention import (
     of_pages,
     select,
 )
+from bench.flags import listed, numbers, print_rows
+from bench.needle.evaluate import SHORTEST
 from icejax.api.generate import ASSETS
 from icejax.cache.bases.reranking import KEY_ONLY_FACTOR, pages_for
 from icejax.cache.policies.coded import OVERSAMPLING
@@ -196,7 +196,7 @@ def measured(arguments: argparse.Namespace, console: Console) -> Iterator[dict]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.pages", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.attention.pages", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=ASSETS, help=panel.ANY)
     parser.add_argument("--panel", action="store_true", help="also the models of bench/needle/panel")
     parser.add_argument("--lengths", default="8192", help="tokens of the prompts, comma-separated")

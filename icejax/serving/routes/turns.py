@@ -19,7 +19,7 @@ PROBE = "a later word"
 def turns(tokenizer: Any, messages: list[Message]) -> list[Message]:
     """Returns messages of which no two of the user follow one another: such are one.
 
-    A system message behind another message stays one where the chat template writes it. Else it is the user's.
+    A system message after another message stays one where the chat template writes it. Else it is the user's.
     """
     is_late = [message.get("role") == "system" and bool(i) for i, message in enumerate(messages)]
     if any(is_late) and not _writes_late_system(tokenizer):

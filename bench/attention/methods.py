@@ -1,4 +1,4 @@
-"""How a layer's pages are formed, scored and fetched, by name: for `bench.pages`, `bench.calibrate` and `bench.sharing`.
+"""How a layer's pages are formed, scored and fetched, by name: for `pages`, `calibrate` and `sharing`.
 
 Shapes: pages are keys and values f32[1, K, P, p, H] and a mask of slots bool[1, K, P, p].
 """
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import icejax
-from bench.capture import Captured
+from bench.attention.capture import Captured
 from icejax.ops.pages import tree_walk
 from icejax.ops.pages.digests import NARROW
 from icejax.ops.pages.packing import pack

@@ -1,4 +1,4 @@
-"""Time of reading pages in a decode step, exact keys against codes: ``python -m bench.code_reads``.
+"""Time of reading pages in a decode step, exact keys against codes: ``python -m bench.attention.code_reads``.
 
 One layer of random pages. `today` gathers the keys of 112 pages, scores their tokens and gathers the values of the best 192.
 The other forms gather keys and values of 160 pages in codes with offsets and steps in 16 bits, score and weigh all tokens,
@@ -151,7 +151,7 @@ def measured(arguments: argparse.Namespace):
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.code_reads", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.attention.code_reads", description=__doc__.splitlines()[0])
     parser.add_argument("--heads", type=int, default=8, help="KV heads")
     parser.add_argument("--group", type=int, default=4, help="query heads of a KV head")
     parser.add_argument("--size", type=int, default=128, help="channels of a head")

@@ -1,4 +1,4 @@
-"""Error of a layer that does not choose its own pages: ``python -m bench.sharing``.
+"""Error of a layer that does not choose its own pages: ``python -m bench.attention.sharing``.
 
 The command captures the queries, keys and values of a model that answers questions about long texts. It prints one JSON line
 per layer, choice of pages and budget, with the relative error of the attention output (mean over heads, queries and prompts):
@@ -25,11 +25,11 @@ import numpy as np
 
 import icejax
 from bench import panel
-from bench.capture import Captured, capture, needle_prompt
+from bench.attention.capture import Captured, capture, needle_prompt
+from bench.attention.methods import RERANKED, form, residents
+from bench.attention.page_attention import attention, error, exact, from_keys_of, index_of, select
 from bench.flags import numbers
-from bench.methods import RERANKED, form, residents
 from bench.needle.evaluate import SHORTEST
-from bench.page_attention import attention, error, exact, from_keys_of, index_of, select
 from icejax.api.generate import ASSETS
 from icejax.checks.numbers import integer
 from icejax.runtime import devices
@@ -109,7 +109,7 @@ def _holding(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.sharing", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.attention.sharing", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=ASSETS, help="checkpoint folder of byte tokens (default: the bundled one)")
     parser.add_argument("--length", type=int, default=8192, help="tokens of a prompt, at most 16,000 (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=2)

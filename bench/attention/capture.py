@@ -1,4 +1,4 @@
-"""Captures queries, keys and values of a model that answers a question about a long text: for `bench.pages` and others."""
+"""Captures queries, keys and values of a model that answers a question about a long text: for `pages` and others."""
 
 from __future__ import annotations
 

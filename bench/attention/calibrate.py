@@ -1,6 +1,6 @@
-"""How well a decode step can estimate its own error: ``python -m bench.calibrate [--panel]``.
+"""How well a decode step can estimate its own error: ``python -m bench.attention.calibrate [--panel]``.
 
-The command compares the true relative error of the clustered cache (whole pages) with estimates from what a step has: digests,
+The command compares the true relative error of the clustered cache (whole pages) with estimates from a step's data: digests,
 scores, and the keys and values of fetched pages. It captures queries, keys and values where a model answers and where it reads
 on. W is the weight of all that is not attended exactly, n the tokens of a page, d the deviation of their scores by its digest:
 
@@ -34,13 +34,14 @@ from rich.console import Console
 from rich.progress import track
 
 import icejax
-from bench import panel, texts, tolerances
-from bench.capture import Captured, capture
+from bench import panel, texts
+from bench.attention import tolerances
+from bench.attention.capture import Captured, capture
+from bench.attention.methods import WHOLE, form, residents
+from bench.attention.page_attention import attention, error, exact, from_keys_of, index_of, select
 from bench.flags import listed, numbers, print_rows
-from bench.methods import WHOLE, form, residents
 from bench.needle import task
 from bench.needle.evaluate import SHORTEST
-from bench.page_attention import attention, error, exact, from_keys_of, index_of, select
 from icejax.api.generate import ASSETS
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
@@ -250,7 +251,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[dict]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.calibrate", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.attention.calibrate", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=ASSETS, help=panel.ANY)
     parser.add_argument("--panel", action="store_true", help="also the models of bench/needle/panel")
     parser.add_argument(
@@ -262,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=2, help="prompts per length, seed and task")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--budgets", default="64,256")
-    parser.add_argument("--tolerances", help="run the cache `tolerant` instead (bench.tolerances): tolerances, comma-separated")
+    parser.add_argument("--tolerances", help="run the cache `tolerant` instead (`tolerances.py`): tolerances, comma-separated")
     parser.add_argument("--look", type=int, help="with --tolerances: also with this option of the cache")
     arguments = parser.parse_args(argv)
     environment = dict(device=str(devices.device().device_kind), jax=jax.__version__)

@@ -1,4 +1,4 @@
-"""Attention through codes of pages, and through peers' quantised caches: for `bench.two_precisions`.
+"""Attention through codes of pages, and through peers' quantised caches: for `bench.attention.two_precisions`.
 
 Shapes: queries [Q, K, G, H] of Q steps; pages are keys and values f32[K, P, p, H] and a mask of slots bool[K, P, p].
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bench.page_attention import from_keys_of
+from bench.attention.page_attention import from_keys_of
 from icejax.cache.index.digest_tree import Digested
 from icejax.ops.attention.dense import Attended, Scoring
 from icejax.ops.pages import tree, tree_walk

@@ -15,10 +15,10 @@ import numpy as np
 from flax import nnx
 
 import icejax
-from bench import shapes
-from bench.fill import fill
-from bench.scopes import scope_of
-from bench.sizes import fetched_bytes, nbytes
+from bench.steps import shapes
+from bench.steps.fill import fill
+from bench.steps.scopes import scope_of
+from bench.steps.sizes import fetched_bytes, nbytes
 from icejax.cache.bases.all_tokens import TokenState
 from icejax.cache.pool.page_format import pool_bytes
 from icejax.cache.protocol import Heads, Outcome, View

@@ -1,4 +1,4 @@
-"""Attention of one step through the pages of a `Method`, and its error: for `bench.pages`, `calibrate` and `sharing`.
+"""Attention of one step through the pages of a `Method`, and its error: for `bench.attention.pages`, `calibrate` and `sharing`.
 
 Shapes: queries of one step [1, K, G, H]; pages are keys and values f32[1, K, P, p, H] and a mask of slots bool[1, K, P, p].
 """
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import icejax
-from bench.methods import Method, residents
+from bench.attention.methods import Method, residents
 from icejax.cache.bases.reranking import at
 from icejax.cache.index.digest_tree import Digested
 from icejax.cache.policies.arkvale import CuboidIndex

@@ -1,11 +1,11 @@
-"""How well steps estimate the error that codes leave: ``python -m bench.code_errors --model smollm2-135m``.
+"""How well steps estimate the error that codes leave: ``python -m bench.attention.code_errors --model smollm2-135m``.
 
 The command captures queries, keys and values of a model that reads real text: the last 4 tokens of a text, and `--steps` tokens
-behind it, of which every fourth is a step. It compares the true relative error of three forms with their estimates:
+after it, of which every fourth is a step. It compares the true relative error of three forms with their estimates:
 
 - `packed`: all pages in codes, the best `exact` tokens exactly. The estimate is that of `icejax.ops.pages.code_error`.
 - `coded`, `look`: codes of 224 pages, or of as many as bring 1.05 times today's bytes; digests for the rest. The estimate is
-  the root of two squares: of the codes' error, and of the digests', which is `spread` of `bench.calibrate` times a gain. The
+  the root of two squares: of the codes' error, and of the digests', which is `spread` of `calibrate` times a gain. The
   gain is what makes both together as large as the true error of the text's last 4 tokens, mean over a layer's heads.
   `without_codes` leaves the codes' error out: it is what `tolerant` knows without it.
 
@@ -29,14 +29,14 @@ import numpy as np
 
 import icejax
 from bench import published
-from bench.calibrate import LAST, rank_correlation
-from bench.capture import capture
+from bench.attention.calibrate import LAST, rank_correlation
+from bench.attention.capture import capture
+from bench.attention.methods import residents
+from bench.attention.page_attention import from_keys_of
+from bench.attention.two_precisions import MORE, PAGE, WIDTH, Paged
 from bench.flags import listed, numbers, print_rows
-from bench.methods import residents
 from bench.needle import task
-from bench.page_attention import from_keys_of
 from bench.texts import excerpt
-from bench.two_precisions import MORE, PAGE, WIDTH, Paged
 from icejax.api.generate import ASSETS
 from icejax.cache.bases.reranking import KEY_ONLY_FACTOR, pages_for
 from icejax.cache.policies.tolerant import COVERED
@@ -53,7 +53,7 @@ from icejax.ops.pages.paged_attention import attend_beside
 from icejax.ops.topk import ranks
 from icejax.runtime import devices
 
-EVERY = 4  # tokens behind the text from step to step
+EVERY = 4  # tokens after the text from step to step
 FACTOR = 1.0  # the estimate of the codes' error as it is; `packed` multiplies it by its `COVERED`
 TAIL_FACTOR = COVERED  # by which `tolerant` multiplies
 CODED = 224  # pages that `coded` looks at
@@ -98,7 +98,7 @@ def steps(
 
 
 def rows(layers: list[Paged], *, budget: int, bits: list[int]) -> Iterator[dict]:
-    """Yields a row per form, number of bits, and what the estimate knows."""
+    """Yields a row per form, number of bits, and knowledge of the estimate."""
     sinks, window = residents(budget)
     exact, size = budget - sinks - window, layers[0].k.shape[-1]
     num_pages = layers[0].pages[0].shape[2]
@@ -133,7 +133,7 @@ def gains(true: np.ndarray, error: np.ndarray, uneven: np.ndarray) -> np.ndarray
 
 
 def figures(true: np.ndarray, estimates: np.ndarray, factor: float) -> dict:
-    """Returns how estimates [L, Q, K, G] times a factor cover the true errors of the steps behind the text."""
+    """Returns how estimates [L, Q, K, G] times a factor cover the true errors of the steps after the text."""
     true, estimates = (x[:, LAST:].mean((0, 2, 3)) for x in (true, factor * estimates))
     return dict(
         steps=len(true),
@@ -174,7 +174,7 @@ def _some(q: jax.Array) -> jax.Array:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.code_errors", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.attention.code_errors", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=ASSETS, help="a name of bench.published, or a folder (default: the bundled model)")
     parser.add_argument("--texts", default="code,documentation", help=f"kinds of text, of {', '.join(task.KINDS)}")
     parser.add_argument("--length", type=int, default=4118, help="tokens of a text (default: %(default)s)")

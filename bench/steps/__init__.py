@@ -1,0 +1,1 @@
+"""Decode steps to time or to compile: shapes of models, filled caches, subjects, their sizes and named scopes."""
