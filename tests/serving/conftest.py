@@ -29,7 +29,7 @@ def chatty(bundled):
 
 @pytest.fixture(scope="session")
 def narrow(chatty, tmp_path_factory):
-    """A random model of one narrow layer, of which answers and programs are little work, and the same tokenizer."""
+    """A random model of one narrow layer, of which an answer is little work, and the same tokenizer."""
     from icejax.checkpoint.load import load_model
     from tests.helpers.on_devices import LLAMA, checkpoint
 

@@ -28,9 +28,9 @@ CROWD = [
 
 
 @pytest.mark.slow
-def test_nothing_is_compiled_after_the_warm_up(narrow):
+def test_nothing_is_compiled_after_the_warm_up(bundled):
     sizes = dict(batch_size=2, context_length=900, max_new_tokens=100)
-    with icejax.Engine(*narrow, cache=icejax.Clustered(compact_every=32), **sizes) as engine:
+    with icejax.Engine(*bundled, cache=icejax.Clustered(compact_every=32), **sizes) as engine:
         assert engine.step_sizes == (1, 2)
         warm_up(engine, tokens=800)
         compiled, cached = {}, {}
