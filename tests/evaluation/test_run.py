@@ -23,7 +23,7 @@ def test_data_that_cannot_be_had_are_one_line(monkeypatch, error):
     def evaluate(*_, **__):
         raise error
 
-    monkeypatch.setattr(run.lm_eval, "simple_evaluate", evaluate)
+    monkeypatch.setattr(run.evaluator, "simple_evaluate", evaluate)
     with pytest.raises(InputError) as told:
         run.evaluate(words.model(), ["letters"])
     reason = str(error).partition("\n")[0]
