@@ -51,6 +51,7 @@ def open_page(chromium, tmp_path):
 def engine() -> Engine:
     engine = Engine()
     engine.context_length, engine.max_new_tokens, engine.report, engine.full_kv_bytes = 300, 100, REPORT, 7000
+    engine.can_explain = True
     return engine
 
 
