@@ -33,7 +33,8 @@ from bench.attention.calibrate import LAST, rank_correlation
 from bench.attention.capture import capture
 from bench.attention.methods import residents
 from bench.attention.page_attention import from_keys_of
-from bench.attention.two_precisions import MORE, PAGE, WIDTH, Paged
+from bench.attention.paged import PAGE, Paged
+from bench.attention.two_precisions import MORE, WIDTH
 from bench.flags import listed, numbers, print_rows
 from bench.needle import task
 from bench.texts import excerpt

@@ -24,10 +24,9 @@ import functools
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
@@ -36,18 +35,16 @@ from bench import panel
 from bench.attention.capture import Captured, capture, tiled
 from bench.attention.coded_attention import (
     Coding,
-    attend,
     attend_dense,
     coded,
     kivi_keys,
     kivi_values,
-    look,
     q4_0,
     q8_0,
-    walked,
 )
-from bench.attention.methods import RERANKED, form, residents
-from bench.attention.page_attention import attention_of_keys, error, index_of, select
+from bench.attention.methods import residents
+from bench.attention.page_attention import error, index_of
+from bench.attention.paged import PAGE, Paged
 from bench.compare.cells import policy_from
 from bench.compare.subject import Subject
 from bench.compare.text import SHORT, Text
@@ -59,51 +56,15 @@ from icejax.cache.bases.reranking import KEY_ONLY_FACTOR, pages_for
 from icejax.cache.registry import Full, layer_policies
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
-from icejax.ops.attention.dense import Attended
 from icejax.ops.pages.key_codes import FIELDS
 from icejax.runtime import devices
 
 QUERIES = 6
 LONGEST = 36_000  # tokens of a text; beyond it digests have a second level
 DEFAULT_OPENED = icejax.Clustered().opened
-PAGE, WIDTH = 16, 2  # tokens of a page, bytes of a number
-FORMATION = "tree-2048-greedy"
+WIDTH = 2  # bytes of a number
 SCALES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 MORE = 1.05  # bytes of a step, as a multiple of today's
-
-
-@dataclass(frozen=True)
-class Paged:
-    """One captured layer with its pages at one budget.
-
-    Attributes:
-        q, k, v: queries [Q, K, G, H], keys and values [K, S, H] of all tokens.
-        near: keys and values of sinks and window.
-        pages: keys, values and mask [1, K, P, p, ...].
-        index: their digests.
-        expected: exact output.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    near: tuple[jax.Array, jax.Array]
-    pages: tuple[jax.Array, jax.Array, jax.Array]
-    index: object
-    expected: jax.Array
-
-    @classmethod
-    def of(cls, layer: Captured, budget: int) -> Paged:
-        """Returns a captured layer with its pages at a budget."""
-        sinks, window = residents(budget)
-        q = layer.q.reshape(len(layer.q), len(layer.k), -1, layer.k.shape[-1])
-        near = tuple(jnp.concatenate([x[:, :sinks], x[:, x.shape[1] - window :]], axis=1) for x in (layer.k, layer.v))
-        pages = form(layer, FORMATION, PAGE, sinks, window)
-        return cls(q, layer.k, layer.v, near, pages, index_of(pages), attend_dense(q, layer.k, layer.v))
-
-    def error(self, output: jax.Array) -> float:
-        """Returns the mean relative error of an output."""
-        return float(error(output, self.expected).mean())
 
 
 def rows(
@@ -135,7 +96,7 @@ def rows(
         bus = keys_of * PAGE * WIDTH * size + exact * WIDTH * size
         by_tree = opened if len(paged[0].index.levels) > 1 else (None,)
         for least in by_tree:
-            errors = [x.error(_today(x, keys_of, budget, least)) for x in paged]
+            errors = [x.error(x.today(keys_of, budget, least)) for x in paged]
             sizes = dict(bus_bytes=bus, host_bytes=plain, device_bytes=digests)
             row = dict(form="today", budget=budget, pages=keys_of, opened=least, exact=exact)
             yield row | _figures(errors, **sizes)
@@ -150,10 +111,10 @@ def rows(
                 sizes = dict(bus_bytes=count * page_bytes + fewer * plain, host_bytes=plain + per_token, device_bytes=digests)
                 row = dict(form="look", budget=budget, pages=count, equal_bytes=wanted is None, exact=fewer)
                 for least in by_tree:
-                    errors = [x.error(_look(x, y, count, fewer, least)) for x, y in zip(paged, decoded, strict=True)]
+                    errors = [x.error(x.look(y, count, fewer, least)) for x, y in zip(paged, decoded, strict=True)]
                     yield row | dict(opened=least) | coding._asdict() | _figures(errors, **sizes)
             for wanted in (0, 64, 192) if budget == max(budgets) and coding.value_bits else ():
-                errors = [x.error(_packed(x, y, wanted)) for x, y in zip(paged, decoded, strict=True)]
+                errors = [x.error(x.packed(y, wanted)) for x, y in zip(paged, decoded, strict=True)]
                 sizes = dict(bus_bytes=wanted * plain, host_bytes=plain if wanted else 0, device_bytes=per_token)
                 row = dict(form="packed", budget=budget, pages=paged[0].pages[0].shape[2], exact=wanted)
                 yield row | coding._asdict() | _figures(errors, **sizes)
@@ -188,26 +149,6 @@ def policy_rows(model, names: list[str], ids: list[int], length: int, layers: li
         device_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / (spec.num_kv_heads * spec.capacity)
         row = dict(form="policy", policy=name)
         yield row | _figures(errors, bus_bytes=0, host_bytes=0, device_bytes=device_bytes)
-
-
-def _today(x: Paged, pages: int, budget: int, opened: int | None) -> jax.Array:
-    outputs, method = [], replace(RERANKED, opened=opened)
-    for q in x.q:
-        selection = select(q[None], x.pages, x.index, fetched=pages, method=method)
-        outputs.append(attention_of_keys(q[None], x.k, x.v, x.pages, x.index, selection, budget=budget)[0])
-    return jnp.stack(outputs)
-
-
-def _look(x: Paged, decoded, pages: int, exact: int, opened: int | None) -> jax.Array:
-    chosen, rest = look(x.q, x.index, pages) if opened is None else walked(x.q, x.index, pages=pages, opened=opened)
-    chosen = chosen[..., : x.pages[0].shape[2]]  # without the index's padding
-    return attend(x.q, x.near, tuple(y[0] for y in x.pages), decoded[:2], chosen, rest, exact=exact)
-
-
-def _packed(x: Paged, decoded, exact: int) -> jax.Array:
-    chosen = jnp.ones((*x.q.shape[:2], x.pages[0].shape[2]), bool)
-    rest = Attended(jnp.zeros_like(x.q), jnp.full(x.q.shape[:3], -jnp.inf))
-    return attend(x.q, x.near, tuple(y[0] for y in x.pages), decoded[:2], chosen, rest, exact=exact)
 
 
 def _figures(errors: list[float], **sizes: float) -> dict:

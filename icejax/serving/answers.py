@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,11 @@ from typing import Any
 from icejax.engine.response import GenerationResponse, join
 from icejax.engine.serving.thread import Handle, Piece
 from icejax.serving.metrics import Metrics
+
+
+def new_id(prefix: str, mark: str = "-") -> str:
+    """Returns a new id, such as `chatcmpl-8c0f...`; `mark` stands between its parts."""
+    return f"{prefix}{mark}{secrets.token_hex(12)}"
 
 
 @dataclass

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.attention import code_errors, code_reads, coded_attention, two_precisions
+from bench.attention import code_errors, code_reads, coded_attention, paged, two_precisions
 from bench.attention.capture import Captured
 from bench.attention.coded_attention import Coding
 from bench.attention.methods import RERANKED, form, residents
@@ -59,7 +59,7 @@ def test_errors_and_bytes_equal_plain_numpy(layer, by_token):
     coding = Coding(4, 4, "bfloat16", by_token, False)
     rows = list(two_precisions.rows([layer], budgets=[64], pages=[10**6], codings=[coding]))
     sinks, window = residents(64)
-    k, v, mask = (np.asarray(x)[0] for x in form(layer, two_precisions.FORMATION, 16, sinks, window))
+    k, v, mask = (np.asarray(x)[0] for x in form(layer, paged.FORMATION, 16, sinks, window))
     ones = jnp.asarray(mask[None])
     keys = key_codes.decode_keys(key_codes.encode_keys(jnp.asarray(k[None]), ones, 4, "bfloat16"), 16, 4, "float32")
     if by_token:
@@ -132,7 +132,7 @@ def test_peers_round_as_their_papers_say(layer):
 
 
 def test_pages_are_chosen_and_the_rest_weighed_as_the_walk_does(layer):
-    index = index_of(form(layer, two_precisions.FORMATION, 16, *residents(64)))
+    index = index_of(form(layer, paged.FORMATION, 16, *residents(64)))
     q = layer.q.reshape(3, HEADS, GROUP, SIZE)
     chosen, rest = coded_attention.look(q, index, 12)
     for i in range(3):

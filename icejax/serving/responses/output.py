@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from icejax.engine.response import GenerationResponse
-from icejax.serving.answers import Usage
+from icejax.serving.answers import Usage, new_id
 from icejax.serving.errors import ApiError
-from icejax.serving.identity import new_id
 from icejax.serving.responses.asked import ResponsesTool, custom_input
 from icejax.serving.streaming import named_event
 from icejax.serving.tools.calls import Call

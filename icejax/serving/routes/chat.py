@@ -16,11 +16,11 @@ from icejax.api.prompts import chat
 from icejax.engine.request import Request as EngineRequest
 from icejax.engine.response import GenerationResponse, Logprob, TokenLogprobs
 from icejax.serving import parameters
+from icejax.serving.answers import new_id
 from icejax.serving.errors import ApiError
 from icejax.serving.explain import attention_of, explains
 from icejax.serving.grammars import grammar_of
 from icejax.serving.guard import owner_of, read_body
-from icejax.serving.identity import new_id
 from icejax.serving.parameters import checked
 from icejax.serving.schemas import AnswerFields, ChatRequest, parsed
 from icejax.serving.service import Service

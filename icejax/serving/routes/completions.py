@@ -18,11 +18,11 @@ from icejax.engine.request import Prompt
 from icejax.engine.request import Request as EngineRequest
 from icejax.engine.response import GenerationResponse, Logprob, TokenLogprobs
 from icejax.serving import parameters
+from icejax.serving.answers import new_id
 from icejax.serving.errors import ApiError
 from icejax.serving.explain import attention_of, explains
 from icejax.serving.grammars import grammar_of
 from icejax.serving.guard import owner_of, read_body
-from icejax.serving.identity import new_id
 from icejax.serving.schemas import CompletionRequest, parsed
 from icejax.serving.service import Service
 from icejax.serving.streaming import EventStream, chunks, whole_response

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from icejax.engine.request import Request as EngineRequest
 from icejax.engine.response import GenerationResponse
 from icejax.serving import parameters
+from icejax.serving.answers import new_id
 from icejax.serving.errors import ApiError
 from icejax.serving.guard import owner_of, read_body
-from icejax.serving.identity import new_id
 from icejax.serving.routes.chat import answer_grammar, chat_text
 from icejax.serving.routes.turns import turns
 from icejax.serving.schemas import MessagesRequest, parsed
