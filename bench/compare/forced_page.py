@@ -50,7 +50,7 @@ def rows_of(lines: Iterable[dict]) -> list[dict]:
     groups: dict[tuple, list[dict]] = defaultdict(list)
     for line in lines:
         groups[line["model"], line["length"], line["policy"], line["budget"]].append(line)
-    found = []
+    means = []
     for (model, length, policy, budget), group in groups.items():
         row = dict(model=model, length=length, policy=policy, budget=budget, tokens=group[0]["tokens"], questions=len(group))
         row |= dict(texts=len({line["text"] for line in group}))  # of each task
@@ -64,8 +64,8 @@ def rows_of(lines: Iterable[dict]) -> list[dict]:
             name: float(np.mean([line[name] for line in group]))
             for name in ("attended", "device_bytes", "host_bytes", "moved_bytes")
         }
-        found.append(row | dict(options=next((line["options"] for line in group if line["options"]), None)))
-    return found
+        means.append(row | dict(options=next((line["options"] for line in group if line["options"]), None)))
+    return means
 
 
 def interval(lines: list[dict], figure: str) -> tuple[float, float]:
@@ -84,17 +84,17 @@ def interval(lines: list[dict], figure: str) -> tuple[float, float]:
     return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
 
 
-def write(found: list[dict], path: Path) -> None:
+def write(means: list[dict], path: Path) -> None:
     """Writes the page."""
-    rows.write(path, "\n".join([START, *_shares(found), "", *_sections(found)]))
+    rows.write(path, "\n".join([START, *_shares(means), "", *_sections(means)]))
 
 
-def _shares(found: list[dict]) -> Iterator[str]:
+def _shares(means: list[dict]) -> Iterator[str]:
     """Yields the table of our errors as parts of those that users would have instead."""
-    error = {(*_text(row), row["policy"], row["budget"]): row["error"] for row in found}
+    error = {(*_text(row), row["policy"], row["budget"]): row["error"] for row in means}
     lines = []
     for row in sorted(
-        (row for row in found if row["policy"].partition(":")[0] in OURS), key=lambda row: (_text(row), order(row))
+        (row for row in means if row["policy"].partition(":")[0] in OURS), key=lambda row: (_text(row), order(row))
     ):
         beside = [("topk", row["budget"]), ("q8_0", "all"), ("q4_0", "all")]
         parts = (row["error"] / error[key] if (key := (*_text(row), *one)) in error else None for one in beside)
@@ -110,9 +110,9 @@ def _text(row: dict) -> tuple[str, int]:
     return row["model"], row["length"]
 
 
-def _sections(found: list[dict]) -> Iterator[str]:
-    for model, length in sorted({_text(row) for row in found}):
-        group = [row for row in found if _text(row) == (model, length)]
+def _sections(means: list[dict]) -> Iterator[str]:
+    for model, length in sorted({_text(row) for row in means}):
+        group = [row for row in means if _text(row) == (model, length)]
         questions = sorted({row["questions"] for row in group})
         span = str(questions[0]) if len(questions) == 1 else f"{questions[0]} to {questions[-1]}"
         yield "\n".join([f"## {model}, {length:,} tokens, {span} questions\n", *_table(group), *_options(group), ""])
@@ -162,5 +162,5 @@ def _options(group: list[dict]) -> Iterator[str]:
         for row in sorted(group, key=order)
         if row["options"]
     )
-    if found := "; ".join(texts_of):
-        yield f"\nOptions found by a search on a text outside the table: {found}."
+    if listed := "; ".join(texts_of):
+        yield f"\nOptions found by a search on a text outside the table: {listed}."

@@ -67,7 +67,7 @@ class Subject(Reader):
         self.kept_s = time.perf_counter() - started
 
     def measure(self, text: Text, steps: int = STEPS, options: Mapping[str, float] | None = None) -> Measured:
-        """Returns errors of the first tokens after the taken text; `text` is the same text with these tokens after it.
+        """Returns errors of the first tokens after the captured text; `text` is the same text with these tokens after it.
 
         Args:
             steps: most tokens, at most 16, because no page leaves the window here.

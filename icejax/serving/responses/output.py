@@ -73,7 +73,7 @@ class Output:
             response: the fields that do not change.
             usage: token counts, which are those of the answer at its end.
             thoughts: the form of the model's thoughts.
-            tools: those that the model may call, by their names in a chat.
+            tools: the tools that the model may call, by their names in a chat.
         """
         about = dict(id=new_id("resp", "_"), object="response", created_at=int(time.time()), status="in_progress")
         self.response = about | response | dict(output=[], error=None, incomplete_details=None, usage=None)

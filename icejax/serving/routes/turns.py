@@ -34,7 +34,7 @@ def turns(tokenizer: Any, messages: list[Message]) -> list[Message]:
 
 
 def _both(first: Any, second: Any) -> Any:
-    """Returns two contents as one, in parts if one of them has parts; what is no content stays for the template to refuse."""
+    """Returns two contents as one, in parts if one of them has parts; the template refuses anything else."""
     if isinstance(first, str) and isinstance(second, str):
         return first + BETWEEN + second
     return [*_parts(first), *_parts(second)]

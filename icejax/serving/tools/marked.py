@@ -11,7 +11,7 @@ from icejax.serving.tools.json_values import ArgumentsReader, CallReader
 
 
 class MarkedParser(Parser):
-    """Reads text up to a mark, and what stands after it. Spaces before a mark are dropped; what is no call is text.
+    """Reads text up to a mark, and what stands after it. Spaces before a mark are dropped; anything but a call is text.
 
     Attributes:
         opening: the mark.
