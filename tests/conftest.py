@@ -54,7 +54,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 phases.PATIENCE_S = 1e6  # on a busy machine a phase may last, and its line would stand between those that tests compare
 # Bytes by which a test process grows before its programs are dropped; two of them run, beside the commands that they start. What
-# the tests import is not counted: it alone is more than 1 GB, and programs that are dropped after every test are traced anew.
+# the tests import is not counted: it alone is more than 1 GB, and programs that are dropped after every test are traced again.
 GROWTH = 300_000_000
 PROCESS = psutil.Process()
 # Folders whose files run the bundled model, with the same programs, and change nothing that a program is made of.

@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="say what would run, and how long it would take")
     parser.add_argument("--times", type=Path, help="rows of a run that had the machine to itself, whose times are to be shown")
     parser.add_argument(
-        "--out", type=Path, default=Path("compare"), help="folder; a run that is there goes on (default: %(default)s)"
+        "--out", type=Path, default=Path("compare"), help="folder; a run that is there continues (default: %(default)s)"
     )
     arguments = parser.parse_args(argv)
     if arguments.model:

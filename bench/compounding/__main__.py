@@ -20,7 +20,7 @@ that a policy draws. Policies are those of `bench.compare`, and two more:
 
 - `misplaced:share=0.05`: `clustered` with a share of the prompt's tokens moved to random pages before digests are made; with
   `share=1` pages hold random tokens. Pages of new tokens hold neighbours, as in `clustered`.
-- `random-pages`: sinks, window and random pages of the budget, drawn anew in every step; nothing else counts.
+- `random-pages`: sinks, window and random pages of the budget, drawn again in every step; nothing else counts.
 
 Lines go to stdout, and with `--out` to DIR/compounding.jsonl, whose lines are not measured again; then DIR/compounding.md and
 DIR/compounding.png are written, and with `--page` these alone. Qwen2.5-Coder-0.5B takes some ten minutes per seed with the
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", default="0,1,2", help="comma-separated (default: %(default)s)")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a prompt (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=512, help=f"steps, a multiple of {BIN} (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="folder of lines, page and plot; a run that is there goes on")
+    parser.add_argument("--out", type=Path, help="folder of lines, page and plot; a run that is there continues")
     parser.add_argument("--page", action="store_true", help="only write page and plot of DIR again")
     arguments = parser.parse_args(argv)
     devices.set_limits()

@@ -1,7 +1,7 @@
 """Runs `icejax evaluate` for bench/results/evaluation.md: ``python -m bench.evaluation --question 5 --data DATA --out DIR``.
 
 The runs of a question are those of `bench/evaluation/runs.py`. Each run's folder is DIR/q5/NAME, with a folder of scores for
-each cache, as `icejax evaluate --output` writes it. A finished run is skipped, and an interrupted one goes on; `--limit` raises
+each cache, as `icejax evaluate --output` writes it. It skips a finished run and continues an interrupted one; `--limit` raises
 the number of samples, and answers that are there stay. In question 1 a run is a command of its own, because it is timed. In the
 others each prompt is prefilled once for all caches (`bench/evaluation/together.py`), and times of a prefill are of no cache.
 

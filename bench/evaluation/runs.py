@@ -86,7 +86,7 @@ class Run:
             return False
         except (OSError, ValueError, KeyError, TypeError):
             raise InputError(
-                f"{self.folder(out)}/results.json has no limit of samples: remove it, and the run goes on"
+                f"{self.folder(out)}/results.json has no limit of samples: remove it, and the run continues"
             ) from None
         return scored is None or scored >= (limit or self.limit)
 

@@ -125,7 +125,7 @@ def exact(model: PreTrainedModel, name: str, *, length: int, contexts: int) -> f
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run; an interrupted one goes on")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run; an interrupted one continues")
     parser.add_argument("--member", choices=MEMBERS, default="bundled", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, help="model folder whose weights begin the run, with --stage")

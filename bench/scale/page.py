@@ -48,7 +48,7 @@ def key_of(row: dict[str, Any]) -> tuple:
 
 
 def add(folder: Path, row: dict[str, Any]) -> None:
-    """Puts a row into the file of a folder, in place of one with the same key, and makes the page anew.
+    """Puts a row into the file of a folder, in place of one with the same key, and makes the page again.
 
     Raises:
         InputError: the file holds other lines.

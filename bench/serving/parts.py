@@ -121,7 +121,7 @@ async def soak(
 
 
 async def idle(subject: OverHttp, *, seconds: float = 60.0) -> None:
-    """Waits until a server runs no request; InputError if it goes on for longer."""
+    """Waits until a server runs no request; InputError if it continues for longer."""
     end = time.monotonic() + seconds
     while True:
         health = json.loads(await subject.server.get("/health"))

@@ -187,7 +187,7 @@ class Engine:
     def compile_for(self, size: int) -> None:
         """Has all later steps compute at least `size` rows, so that answers compile the programs of that size; 1 ends it.
 
-        Also compiles what few answers run: the cache packs its newest pages anew, and rows move to a batch of another size.
+        Also compiles what few answers run: the cache packs its newest pages again, and rows move to a batch of another size.
         It waits until no request runs.
 
         Args:

@@ -254,12 +254,12 @@ class Chat:
     def _checked_chat(self, session: Session) -> Session:
         """Returns the session and prints its size if it was saved; InputError if it is not a chat."""
         if session.token_ids and not session.messages:
-            raise InputError("the session is not a chat: go on with icejax.generate, or choose another folder")
+            raise InputError("the session is not a chat: continue with icejax.generate, or choose another folder")
         if session.token_ids:
             self._tell(f"{len(session.messages)} messages, {len(session.token_ids):,} tokens")
         elif has_answer(session.messages):
             length = f"a context of {session.context_length:,} tokens"
-            self._tell(f"{len(session.messages)} messages, which the next message prefills anew in {length}")
+            self._tell(f"{len(session.messages)} messages, which the next message prefills again in {length}")
         return session
 
     def _stats(self, _: str) -> None:

@@ -64,7 +64,7 @@ def parser(name: str) -> Parser:
     log_help = "lm-eval's option; without effect, because samples are always written"
     tasks.add_argument("-s", "--log-samples", "--log_samples", action="store_true", help=log_help)
     tasks.add_argument("--batch-size", type=int, default=4, metavar="N", help="rows that run together (default: %(default)s)")
-    output_help = "where scores, samples, answers and the report are written; a run there goes on (default: evaluation)"
+    output_help = "where scores, samples, answers and the report are written; a run there continues (default: evaluation)"
     tasks.add_argument("-o", "--output", type=Path, default=Path("evaluation"), metavar="DIR", help=output_help)
     options.add_ray(tasks)
     options.add_quiet(parser)

@@ -92,7 +92,7 @@ def chat_parser(name: str) -> Parser:
     """Returns the parser of `chat`."""
     parser = Parser(prog=name, description="Talk with a model whose tokenizer has a chat template.")
     parser.add_argument("--system", metavar="TEXT", help="the message that the conversation begins with")
-    parser.add_argument("--session", type=Path, metavar="DIR", help="go on with the conversation kept there, or begin it")
+    parser.add_argument("--session", type=Path, metavar="DIR", help="continue with the conversation kept there, or begin it")
     add_quiet(parser)
     add_model(parser)
     _add_answer(parser)

@@ -137,7 +137,7 @@ def _too_many(path: Path, count: str, most: int) -> InputError:
 
 
 def too_long(source: str, unit: str, context_length: int) -> InputError:
-    """Returns the error of a text that goes on beyond what its context can take, in bytes or characters."""
+    """Returns the error of a text that continues beyond what its context can take, in bytes or characters."""
     return InputError(f"{source} has more than {most_bytes(context_length)} {unit}{_too_long(context_length)}")
 
 

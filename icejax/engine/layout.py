@@ -30,7 +30,7 @@ class Layout:
         spec: the sizes of a layer's cache.
         platform: the platform that the programs are compiled for: cpu, gpu or tpu.
         heads: for each layer, number of KV heads and head size where they differ from `spec`; else None.
-        renewal: tokens at which a row is prefilled anew, because LongRoPE's factors change there; 0: never.
+        renewal: tokens at which a row is prefilled again, because LongRoPE's factors change there; 0: never.
         mesh: the devices that share the KV heads; policies and sizes are those of one device's share. None: one device.
     """
 

@@ -138,7 +138,7 @@ class Plan(Layout):
     def extents(self, tokens: int) -> np.ndarray:
         """Returns which extents a row with a prompt of `tokens` tokens needs, bool[X], all growth pages included.
 
-        If rows are prefilled anew, a shorter prompt's row has room for that.
+        If rows are prefilled again, a shorter prompt's row has room for that.
 
         Example: extents have 64 pages, and a row has 96 prompt pages and 32 growth pages. A prompt padded to 32 pages needs
         two extents: the first for pages 0-31, the second for growth pages 96-127.

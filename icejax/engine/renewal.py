@@ -1,4 +1,4 @@
-"""LongRoPE's second set of factors: a row that outgrows the original context is prefilled anew, because all its keys change.
+"""LongRoPE's second set of factors: a row that outgrows the original context is prefilled again, because all its keys change.
 
 The decode loop calls it. A text within the original context has the short factors in all keys, a longer one the long factors,
 as in transformers.
@@ -31,7 +31,7 @@ LOG = logging.getLogger(__name__)
 def without_cache(state: DecodeState, at: int) -> DecodeState:
     """Returns the row in the place `at` as a batch of one, without its layers' caches.
 
-    The row keeps its extents, its sampling options and its random key, so that its draws go on as if nothing had happened.
+    The row keeps its extents, its sampling options and its random key, so that its draws continue as if nothing had happened.
     """
     return extract(replace(state, cache=replace(state.cache, layers=())), at)[1]
 
@@ -47,7 +47,7 @@ def renewed(
         plan: the plan of the row's batch.
         row: the row from `without_cache`.
     """
-    LOG.info("a text of %d tokens outgrows the model's original context: it is prefilled anew", len(text))
+    LOG.info("a text of %d tokens outgrows the model's original context: it is prefilled again", len(text))
     plan = replace(plan, spec=replace(plan.spec, batch_size=1))
     x, layers, pool = keep_layers(prefill_layers(model, [text], plan), plan, pool, row.cache.table)
     lengths = jnp.asarray([len(text)], jnp.int32)

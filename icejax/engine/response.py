@@ -90,7 +90,7 @@ class GenerationResponse:
         attention: what the row has attended to so far, in its first and last pieces and in every fourth; None unless requested.
         prompt_tokens, new_tokens: number of prompt tokens, and of answer tokens so far.
         cached_tokens: number of prompt tokens that were in a cache before the call, of a session or of the prefix store.
-        finish_reason: `stop` (an eos token or a stop string), `length`, or None while the row goes on.
+        finish_reason: `stop` (an eos token or a stop string), `length`, or None while the row continues.
         ttft_s: seconds from the call until the row's first token is computed. Tokenizing the call's prompts, waiting for a
             place and the work of other rows count.
         compile_s: the seconds of `ttft_s` spent on tracing and compiling; later calls with the same sizes skip them.

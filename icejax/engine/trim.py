@@ -63,7 +63,7 @@ def fits(plan: Plan, cache: KVCache, joint: Joint) -> bool:
 
 
 def last_joint(plan: Plan, joints: Sequence[Joint], *, same: int, seen: int) -> Joint | None:
-    """Returns the last joint within the first `same` tokens of a cache of `seen` tokens; None: it has to be computed anew.
+    """Returns the last joint within the first `same` tokens of a cache of `seen` tokens; None: it has to be computed again.
 
     Args:
         joints: joints of the cache so far, in order.

@@ -1,4 +1,4 @@
-"""Answers of an evaluation, in a file of JSON lines, so that an interrupted run goes on where it ended.
+"""Answers of an evaluation, in a file of JSON lines, so that an interrupted run continues where it ended.
 
 The first line says which model and cache answered; each other line has the SHA-256 of a request, its answer, and what the
 answer took.

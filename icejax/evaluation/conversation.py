@@ -42,7 +42,7 @@ def answers(
     session = Session(model, tokenizer, cache=cache, context_length=length, system=system, **limits)
 
     def ask(session: Session, question: str, count: int) -> GenerationResponse:
-        if chat:  # an answer that ended at a stop string would be prefilled anew
+        if chat:  # an answer that ended at a stop string would be prefilled again
             return session.chat(question, max_new_tokens=count)
         return session.ask(question + begun, max_new_tokens=count, stop=end)
 

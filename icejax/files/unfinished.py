@@ -25,7 +25,7 @@ def unfinished(path: Path) -> Iterator[None]:
 
 
 def remove_unfinished(*, seconds: float) -> None:
-    """Removes unfinished files and folders, repeatedly for `seconds`, because writers go on until the process ends."""
+    """Removes unfinished files and folders, repeatedly for `seconds`, because writers continue until the process ends."""
     stop = time.monotonic() + seconds
     while any(path.exists() for path in _paths) and time.monotonic() < stop:
         for path in reversed(_paths):

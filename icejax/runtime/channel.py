@@ -118,7 +118,7 @@ def _accepted(listening: socket.socket, key: bytes, count: int) -> list[socket.s
             connection, _ = listening.accept()
         except TimeoutError:
             raise GroupError(f"{len(connections)} of {count} processes have connected in {CONNECT_S:.0f} s") from None
-        late = threading.Timer(HELLO_S, _shut, (connection,))  # a timeout would begin anew with every byte
+        late = threading.Timer(HELLO_S, _shut, (connection,))  # a timeout would start over with every byte
         late.start()
         try:
             connections[_received(connection, key, HELLO, most=HELLO_BYTES)] = connection

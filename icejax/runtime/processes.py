@@ -44,7 +44,7 @@ _rests = [False]  # whether it waits for work
 
 
 class GroupError(RuntimeError):
-    """Raised when a group of processes cannot go on: one has ended, or they do not compute the same."""
+    """Raised when a group of processes cannot continue: one has ended, or they do not compute the same."""
 
 
 def join(coordinator: str, *, processes: int | None = None, process: int | None = None) -> None:

@@ -56,14 +56,14 @@ def has_answer(messages: list[dict[str, str]]) -> bool:
 
 
 def tell_anew(outdated: bool, *, tokens: int) -> bool:
-    """Logs why a chat of `tokens` tokens is prefilled anew, with a warning unless it is short; returns whether it warned.
+    """Logs why a chat of `tokens` tokens is prefilled again, with a warning unless it is short; returns whether it warned.
 
     Args:
         outdated: whether the cache holds what the chat leaves out.
     """
     left_out = "the cache holds thoughts, a stop string or a turn that the chat leaves out"
     reason = left_out if outdated else "the chat template rewrites earlier turns"
-    LOG.log(logging.INFO if tokens < SHORT else logging.WARNING, "%s: the conversation is prefilled anew", reason)
+    LOG.log(logging.INFO if tokens < SHORT else logging.WARNING, "%s: the conversation is prefilled again", reason)
     return tokens >= SHORT
 
 

@@ -82,19 +82,19 @@ def pool_is_full(plan: Plan, pages: int, tokens: Sequence[int], limit: int) -> b
     """
     full = plan.room_for_answer(len(tokens), pages=pages) < limit
     if full:
-        LOG.warning("many short texts have filled the pool of pages: the conversation is prefilled anew")
+        LOG.warning("many short texts have filled the pool of pages: the conversation is prefilled again")
     return full
 
 
 def outgrows(model: CausalLM, seen: int, tokens: int) -> bool:
     """Says whether a text of `tokens` tokens outgrows LongRoPE's original context, within which a cache of `seen` tokens is.
 
-    All keys have other factors then; the log says that the conversation is prefilled anew.
+    All keys have other factors then; the log says that the conversation is prefilled again.
     """
     short = model.config.short_context
     if short is None or not seen <= short < tokens:
         return False
-    LOG.warning("the conversation outgrows the model's original context of %d tokens: it is prefilled anew", short)
+    LOG.warning("the conversation outgrows the model's original context of %d tokens: it is prefilled again", short)
     return True
 
 

@@ -82,7 +82,7 @@ class Session:
         self.started, self.token_ids = time.time(), list[int]()
         self.messages, self.template_variables = first_messages(system), template_variables(tools, chat_template_kwargs)
         self._outdated = False  # whether the cache holds what the chat leaves out: thoughts, a stop string, a turn taken back
-        self._warned = False  # whether the log has a warning that the chat is prefilled anew
+        self._warned = False  # whether the log has a warning that the chat is prefilled again
         self._newest: Row | None = None
 
     @property
@@ -90,7 +90,7 @@ class Session:
         """Number of tokens that fit: the next text, with what a chat template adds to it, and its answer together."""
         if not has_answer(self.messages) or (self._cache.run is not None and not self._outdated):
             return self.context_length - len(self.token_ids)
-        with contextlib.suppress(ContextFull):  # the whole chat will be prefilled anew, without what it leaves out
+        with contextlib.suppress(ContextFull):  # the whole chat will be prefilled again, without what it leaves out
             whole = render(self._tokenizer, self.messages, self.template_variables, now=self.started)
             return self.context_length - len(self._encode(whole, AnswerOptions()))
         return 0
@@ -124,7 +124,7 @@ class Session:
                 are not finite.
         """
         if self.messages:
-            raise InputError("the session holds a chat: go on with chat, or begin another session for text as it is")
+            raise InputError("the session holds a chat: continue with chat, or begin another session for text as it is")
         started, answer = Mark.now(), answer_options(options)
         new = self._encode(text, answer, continues=bool(self.token_ids))
         with prefilling(progress, self._model.config.num_hidden_layers) as layer_done:
@@ -142,14 +142,14 @@ class Session:
         Options are those of `stream`; the template writes its own special tokens. The session's tokens stay, and the text
         after the last answer is appended, even if that answer was cut off. If the template rewrites turns, or the last answer
         had thoughts, ended at a stop string or is given again, the tokens before the first one that differs stay; a cache that
-        has evicted tokens is prefilled anew, and the log warns once. A refusal leaves the session as it was.
+        has evicted tokens is prefilled again, and the log warns once. A refusal leaves the session as it was.
 
         Raises:
             ContextFull: as in `stream`.
             InputError: the message is empty, the template fails, the session holds plain text, or there is no answer yet.
         """
         if self.token_ids and not self.messages:
-            raise InputError("the session is not a chat: go on with ask, or begin another session for a chat")
+            raise InputError("the session is not a chat: continue with ask, or begin another session for a chat")
         started, answer = Mark.now(), answer_options(options)
         messages, held, new = self._chat_turn(text, answer)
         with prefilling(progress, self._model.config.num_hidden_layers) as layer_done:
@@ -226,7 +226,7 @@ class Session:
                     self._outdated = self._outdated or row.holds_more
                 yield piece
                 if self._newest is not row and row.finish_reason is None:
-                    raise InputError("the session has been asked something else since: this answer cannot go on")
+                    raise InputError("the session has been asked something else since: this answer cannot continue")
         except BaseException:
             if self._newest is row and run.renewing:
                 self._cache.empty()  # the next text is prefilled with all tokens so far
@@ -279,7 +279,7 @@ class Session:
 
         Args:
             cache: the cache policy that the session must have; None: any.
-            context_length: None: the saved one. With another one a chat goes on, which the next message prefills anew.
+            context_length: None: the saved one. With another one a chat continues, which the next message prefills again.
             device_memory, host_memory_limit: as in `Session`.
 
         Raises:

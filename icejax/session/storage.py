@@ -130,7 +130,7 @@ class StoredSession:
         return policy_of(self.path, self.identity)
 
     def context_for(self, context_length: int | None) -> int:
-        """Returns the context length to go on with, None being the saved one; InputError for another one of plain text."""
+        """Returns the context length to continue with, None being the saved one; InputError for another one of plain text."""
         length = self.about.context_length
         if context_length not in (None, length) and not self.about.messages:
             raise InputError(f"{self.path} holds plain text, whose context length of {length} stays: leave context_length out")

@@ -74,7 +74,7 @@ class TextCache:
         """Moves the cache to pages if it has no room for `tokens` tokens; its log says so.
 
         Args:
-            held: number of first tokens that stay; 0: the cache will be made anew.
+            held: number of first tokens that stay; 0: the cache will be made again.
             seen: number of tokens in the cache.
 
         Raises:
@@ -88,7 +88,7 @@ class TextCache:
             into = pool_for([count], plan, self._limit)
         self.policy, self.room = IN_PAGES, self._context_length
         names = room, display_name(self.policy)
-        LOG.warning("the conversation outgrows the %d tokens that fit the device: it goes on with the %s cache", *names)
+        LOG.warning("the conversation outgrows the %d tokens that fit the device: it continues with the %s cache", *names)
         if count:
             states, self.run = list(self.run.state.cache.layers), None  # each layer is freed when it has moved
             self.restore(plan, count, [], *move(self._model, states, count, before, plan, into))
@@ -113,7 +113,7 @@ class TextCache:
 
         Args:
             held: the tokens that entered the cache, of which it has `seen`.
-            whole: the tokens of the conversation now; at least the last one enters anew.
+            whole: the tokens of the conversation now; at least the last one enters again.
         """
         same = len(os.path.commonprefix([list(held), list(whole[:-1])]))
         # LongRoPE's keys have other factors in a shorter text.
@@ -134,7 +134,7 @@ class TextCache:
         """Computes the tokens `new` after `held`, and returns the run that chooses the first token of an answer.
 
         Args:
-            held: tokens before; empty: the cache is made anew.
+            held: tokens before; empty: the cache is made again.
             seen: number of tokens in the cache.
             progress: called with the number of layers done.
         """

@@ -86,7 +86,7 @@ def test_a_chat_that_outgrows_the_device_moves_to_pages(talk):
         ["full"],
         ["clustered,", "budget", "256"],
     ]
-    moved = "the conversation outgrows the 768 tokens that fit the device: it goes on with the clustered cache"
+    moved = "the conversation outgrows the 768 tokens that fit the device: it continues with the clustered cache"
     assert [line for line in err if moved in line] == [f"icejax chat: warning: {moved}"]
     assert talk("a", "/quit", options=[*options, "--quiet"])[2] == []
     status, _, err = talk("a", options=[*options, "--device-memory", "0"])
@@ -204,7 +204,7 @@ def test_a_full_context_is_told_before_and_nothing_is_lost(talk, chatting, tmp_p
     ]
     longer = [*OPTIONS, "--session", str(saved), "--context-length", "700"]
     status, out, err = talk("b", "/stats", options=longer)
-    assert err[0] == "2 messages, which the next message prefills anew in a context of 700 tokens"
+    assert err[0] == "2 messages, which the next message prefills again in a context of 700 tokens"
     session = Session(*chatting, cache=Full(), context_length=700)
     session.chat(first, max_new_tokens=4)
     assert (status, "\n".join(out)) == (0, session.chat("b", max_new_tokens=4).text)
@@ -272,7 +272,7 @@ def test_a_text_without_a_template_is_no_chat(talk, chatting, tmp_path):
     session.ask("x", max_new_tokens=1)
     session.save(tmp_path / "raw")
     status, out, err = talk(f"/load {tmp_path / 'raw'}")
-    message = "the session is not a chat: go on with icejax.generate, or choose another folder"
+    message = "the session is not a chat: continue with icejax.generate, or choose another folder"
     assert (status, out, err) == (0, [], [f"icejax chat: error: {message}"])
 
 
@@ -384,7 +384,7 @@ def test_undo_takes_the_last_turn_back(talk, chatting, tmp_path):
     expected = answers(chatting, "a", "b") + [answers(chatting, "a", "c")[1], *answers(chatting, "d")]
     assert (status, "\n".join(out)) == (0, "\n".join(expected))
     back = "the last message and its answer are taken back"
-    anew = "the cache holds thoughts, a stop string or a turn that the chat leaves out: the conversation is prefilled anew"
+    anew = "the cache holds thoughts, a stop string or a turn that the chat leaves out: the conversation is prefilled again"
     assert [line for line in err if anew not in line] == [
         back,
         back,

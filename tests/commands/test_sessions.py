@@ -170,7 +170,7 @@ def test_every_byte_is_verified(capsys, folder, monkeypatch, at):
 
 
 def test_one_that_is_saved_anew_meanwhile_is_not_damaged(capsys, folder, monkeypatch):
-    """A session saved anew once during --verify is sound; one saved anew at every try is damaged."""
+    """A session saved again once during --verify is sound; one saved again at every try is damaged."""
     verify, interruptions = storage.StoredSession.verify, [1]
 
     def verify_while_saving(self):

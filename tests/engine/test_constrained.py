@@ -62,7 +62,7 @@ def test_a_grammar_that_allows_the_answer_changes_nothing(engine):
 
 
 def test_a_greedy_answer_is_the_likeliest_that_is_allowed(bundled, engine):
-    """Every byte is the model's likeliest among those with which one of the texts goes on."""
+    """Every byte is the model's likeliest among those with which one of the texts continues."""
     texts = ["zebra", "zoo", "quail"]
     answer = engine.submit(Request(prompt="import ", grammar=Grammar.choice(texts)), logprobs=0).result()
     assert answer.text in texts and answer.finish_reason == "stop"

@@ -126,7 +126,7 @@ def test_rows_that_come_and_go_equal_rows_that_begin_together(model, of_full_cac
 
 @pytest.mark.parametrize("name", ["full", *map(slow, ("clustered", "coded", "packed", "snapkv"))])
 def test_rows_equal_themselves_while_steps_change_their_size(model, of_full_cache, name):
-    """Two rows go on while three others end and three others come, to the last row; a second round compiles nothing."""
+    """Two rows continue while three others end and three others come, to the last row; a second round compiles nothing."""
     limits, sizes, compiled = (37, 45, 6, 6, 6, 50, 4, 4), [], []
     core = core_of(model, CACHES[name], places=5, resizes=True, watch=lambda state: sizes.append(len(state.done)))
     for _ in range(2):

@@ -255,7 +255,7 @@ def test_closing_ends_the_thread_and_tells_every_reader():
 
 
 def test_a_failure_is_raised_in_every_callers_thread(engine, caplog):
-    """Also at later calls; the process and another engine go on."""
+    """Also at later calls; the process and another engine continue."""
     thread, core = engine
     done = thread.submit(job("a"))
     assert done.result().text == "a0 a1 a2 "

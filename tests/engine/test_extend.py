@@ -1,4 +1,4 @@
-"""Extending a cache: new tokens attend exactly to all tokens before them, and decoding goes on as after one long prompt."""
+"""Extending a cache: new tokens attend exactly to all tokens before them, and decoding continues as after one long prompt."""
 
 import dataclasses
 

@@ -20,7 +20,7 @@ POLICY = Packed(budget=64, page_size=PAGE, exact=0)
 
 @pytest.mark.slow
 def test_a_session_has_nothing_in_host_memory(bundled, tmp_path):
-    """It is saved and goes on with the same answers; its codes are all on the device."""
+    """It is saved and continues with the same answers; its codes are all on the device."""
     text, questions = document()
     session = icejax.Session(*bundled, cache=Packed(budget=128, exact=0), context_length=3000)
     answer = session.ask(text + questions[0].text)

@@ -73,7 +73,7 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize("sampling", [pytest.param(ROWS[2], marks=pytest.mark.slow), ROWS[3]], ids=["negative", "repetition"])
 def test_an_answer_is_penalised_for_its_tokens_alone(model, sampling):
-    """The prompt holds each letter four times; in a session each answer is counted anew."""
+    """The prompt holds each letter four times; in a session each answer is counted again."""
     session = Session(model, Letters(), cache=Full(), context_length=400)
     for text in ("".join(map(chr, range(97, 123))) * 4, "abc"):
         response = session.ask(text, sampling=sampling, max_new_tokens=20)

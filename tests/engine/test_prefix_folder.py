@@ -147,7 +147,7 @@ def test_a_sampled_answer_behind_a_stored_prefix_draws_the_same(model, folder, p
 
 
 def test_a_prompt_that_two_others_go_on_from_is_stored_whole(model, tmp_path):
-    """A chat's next turn alone is no reason: it would store each turn anew."""
+    """A chat's next turn alone is no reason: it would store each turn again."""
     core = core_of(model, tmp_path)
     ask(core, DOCUMENT, PROMPTS[0])
     assert not files(tmp_path)
@@ -303,7 +303,7 @@ def test_what_another_engine_has_written_anew_is_not_removed(model, expected, fo
     change(about, pages=fields["pages"] + 1)
     (answer,) = ask(core, PROMPTS[2])
     assert_equal(answer, expected[2])
-    assert answer.cached_tokens == 0 and len(files(folder)) == 2 and "another engine has written it anew" in caplog.text
+    assert answer.cached_tokens == 0 and len(files(folder)) == 2 and "another engine has written it again" in caplog.text
     assert ask(core_of(model, folder), PROMPTS[2])[0].cached_tokens == 256
 
 

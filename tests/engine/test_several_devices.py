@@ -67,7 +67,7 @@ def test_several_devices_decode_as_one(name):
 
 @pytest.mark.slow
 def test_what_is_saved_on_several_devices_goes_on_on_others():
-    """Sessions, prefixes on the disk, and rows that are prefilled anew."""
+    """Sessions, prefixes on the disk, and rows that are prefilled again."""
     for result in on_devices(*KEPT):
         assert result["same_texts"] and result.get("same_bits", True) and result.get("same_last", True)
         # The second question stores the document's first block, in the folder too, which two later engines read.

@@ -1,4 +1,4 @@
-"""A trimmed cache goes on as if the forgotten tokens had never been in it."""
+"""A trimmed cache continues as if the forgotten tokens had never been in it."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The record of answers: an interrupted run goes on, and answers of another model are refused."""
+"""The record of answers: an interrupted run continues, and answers of another model are refused."""
 
 import json
 import stat

@@ -95,7 +95,7 @@ def _pictures(models, policy, _: str) -> dict:
 
 
 def _answers(models, policy, _: str) -> dict:
-    """Compares several answers to two prompts, of which one outgrows the original context and is prefilled anew."""
+    """Compares several answers to two prompts, of which one outgrows the original context and is prefilled again."""
     options = dict(n=2, sampling=Sampling(temperature=1.0), max_new_tokens=24, cache=policy)
     prompts = [_words(length, seed=length) for length in (115, 60)]
     texts = [[x.token_ids for x in icejax.generate(model, Letters(), prompts, **options)] for model in models]

@@ -28,7 +28,7 @@ from tests import tolerances
 
 
 def jitted(function: Callable, *arrays: Any, **static: Any) -> Any:
-    """Returns `function(*arrays, **static)`, traced anew and run as one program; that compiles faster than op by op."""
+    """Returns `function(*arrays, **static)`, traced again and run as one program; that compiles faster than op by op."""
     return jax.jit(functools.partial(function, **static))(*arrays)
 
 

@@ -1,4 +1,4 @@
-"""LongRoPE: a text takes its factors by its own length, and its keys anew where it outgrows the original context of 64."""
+"""LongRoPE: a text takes its factors by its own length, and its keys again where it outgrows the original context of 64."""
 
 import dataclasses
 import itertools
@@ -86,7 +86,7 @@ def with_context(model: CausalLM, context: int) -> CausalLM:
 @pytest.mark.slow
 @CACHES
 def test_nothing_else_shows_where_keys_are_made_anew(models, cache):
-    """With one set of factors a row that is prefilled anew goes on as one that is not: draws, penalty, stream, logprobs."""
+    """With one set of factors a row that is prefilled again continues as one that is not: draws, penalty, stream, logprobs."""
     requests = [
         icejax.Request(prompt=prompt_of(30), sampling=SAMPLING),
         icejax.Request(prompt=prompt_of(50), max_new_tokens=33),
@@ -150,7 +150,7 @@ def test_many_rows_are_prefilled_anew_at_any_step(models):
 
 @pytest.mark.slow
 def test_a_row_has_extents_for_its_new_keys(models):
-    """Extents have 512 tokens here: the prompt alone has one, the text that is prefilled anew two."""
+    """Extents have 512 tokens here: the prompt alone has one, the text that is prefilled again two."""
     texts = [
         icejax.generate(with_context(models[1], context), Letters(), [prompt_of(500)], cache=PAGES, max_new_tokens=60)
         for context in (520, 5000)

@@ -29,7 +29,7 @@ class Looked(Reference):
     def look(self, q: np.ndarray, resident: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         scale, layout = q.shape[-1] ** -0.5, self.policy.window_layout
         walked, others = self.walk(q, min(self.policy.looked, len(self.pages)))
-        as_packed = {tuple(sorted(page)): page for page in self.pages}  # the walk sorts the tokens of a page anew
+        as_packed = {tuple(sorted(page)): page for page in self.pages}  # the walk sorts the tokens of a page again
         pages = [as_packed[tuple(sorted(page))] for page in walked]
         parts = [self.coded_page(page) for page in pages]
         keys, values, of_keys, of_values = (

@@ -60,7 +60,7 @@ def dripped(client: socket.socket, data: bytes) -> bytes:
             time.sleep(0.02)
     except ConnectionError:
         return told(client)
-    raise AssertionError("the server goes on reading")
+    raise AssertionError("the server continues reading")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_client_that_drips_is_cut(server, data, expected):
 
 
 def test_requests_one_after_another_are_not_cut(server):
-    """The time counts anew behind each answer."""
+    """The time starts from zero behind each answer."""
     with connected(server) as client:
         for _ in range(4):
             client.sendall(GET + b"\r\n")

@@ -37,7 +37,7 @@ def answer(chatty, tmp_path):
 @pytest.mark.slow
 def test_documents_outlive_the_server_for_their_own_key(answer, tmp_path):
     first, other = KEYS
-    assert [cached for cached, _ in answer((first, "add(1"), (first, "add(2"))] == [0, 255]  # a block, and its logits anew
+    assert [cached for cached, _ in answer((first, "add(1"), (first, "add(2"))] == [0, 255]  # a block, and its logits again
     (mine, text), (theirs, same_text) = answer((first, "add(3"), (other, "add(3"))
     assert (mine, theirs) == (256, 0) and text == same_text
     paths = [*(tmp_path / "prefixes").rglob("*")]
@@ -51,7 +51,7 @@ def test_documents_outlive_the_server_for_their_own_key(answer, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "least"), [("full", 1700), ("clustered", 1440)])
 def test_the_second_question_about_a_document_is_computed_alone(chatty, name, least):
-    """As completions, and as chats whose one message is the document and the question; another key computes all anew."""
+    """As completions, and as chats whose one message is the document and the question; another key computes all again."""
     document, sizes = DOCUMENT * 6, dict(batch_size=2, context_length=2000, max_new_tokens=8)
 
     def start():

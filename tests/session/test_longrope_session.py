@@ -1,4 +1,4 @@
-"""LongRoPE in a session: a conversation that outgrows the original context of 64 tokens gets all its keys anew."""
+"""LongRoPE in a session: a conversation that outgrows the original context of 64 tokens gets all its keys again."""
 
 import json
 import logging
@@ -67,12 +67,12 @@ def test_the_log_says_once_that_keys_are_made_anew(models, caplog):
     session = Session(ours, Letters(), cache=Full(), context_length=400)
     for length in (30, 40, 30):
         session.ask(text_of(length), max_new_tokens=5)
-    expected = "the conversation outgrows the model's original context of 64 tokens: it is prefilled anew"
+    expected = "the conversation outgrows the model's original context of 64 tokens: it is prefilled again"
     assert [r.message for r in caplog.records if r.levelno == logging.WARNING] == [expected]
     caplog.clear()
     with caplog.at_level(logging.INFO):
         Session(ours, Letters(), cache=Full(), context_length=400).ask(text_of(60), max_new_tokens=10)
-    expected = "a text of 65 tokens outgrows the model's original context: it is prefilled anew"
+    expected = "a text of 65 tokens outgrows the model's original context: it is prefilled again"
     assert [r.message for r in caplog.records if "outgrows" in r.message] == [expected]
 
 

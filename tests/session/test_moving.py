@@ -1,4 +1,4 @@
-"""A session that outgrows the device moves from the full cache to pages, and a saved one goes on with the cache that it has."""
+"""A session that outgrows the device moves from the full cache to pages, and a saved one continues with the cache that it has."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.helpers.documents import document
 from tests.text.test_chat_turns import BUNDLED
 
 SMALL = dict(context_length=3000, device_memory=20_000_000)  # the weights take 11.3 MB, and 768 tokens fit beside them
-MOVED = "the conversation outgrows the 768 tokens that fit the device: it goes on with the clustered cache"
+MOVED = "the conversation outgrows the 768 tokens that fit the device: it continues with the clustered cache"
 
 
 @pytest.fixture

@@ -221,7 +221,7 @@ def test_a_full_session_says_so_and_stays_as_it_was(bundled):
     assert session.ask("y" * 75, max_new_tokens=9).new_tokens <= 5
 
 
-FULL_POOL = "many short texts have filled the pool of pages: the conversation is prefilled anew"
+FULL_POOL = "many short texts have filled the pool of pages: the conversation is prefilled again"
 
 
 def test_a_full_pool_is_prefilled_anew(bundled, monkeypatch, caplog):
@@ -386,6 +386,6 @@ def test_an_answer_left_for_another_question_cannot_go_on(bundled):
     pieces = [next(stream), next(stream)]
     answer = session.ask("import", max_new_tokens=3)
     held = list(session.token_ids)
-    with pytest.raises(icejax.InputError, match="the session has been asked something else since: this answer cannot go on"):
+    with pytest.raises(icejax.InputError, match="the session has been asked something else since: this answer cannot continue"):
         next(stream)
     assert session.token_ids == held and held[-3:] == list(answer.token_ids) and len(held) == 9 + len(pieces) + 6 + 3

@@ -79,7 +79,7 @@ def test_an_end_mark_is_there_once():
     assert join([1, 2], [2, 9], 1) == ([1, 2], [2, 9])  # a letter is no end mark
 
 
-LEFT_OUT = "the cache holds thoughts, a stop string or a turn that the chat leaves out: the conversation is prefilled anew"
+LEFT_OUT = "the cache holds thoughts, a stop string or a turn that the chat leaves out: the conversation is prefilled again"
 
 
 @dataclasses.dataclass
@@ -257,7 +257,7 @@ def test_a_short_chat_prefilled_anew_is_no_warning(monkeypatch, caplog):
 def test_rewriting_template_costs_what_it_rewrites(monkeypatch, caplog, trims):
     """Qwen3's template leaves out the thoughts of earlier answers; the session keeps them apart.
 
-    A cache that can be trimmed keeps all before the thoughts; for another, the log tells once that the chat is prefilled anew.
+    A cache that can be trimmed keeps all before the thoughts; for another, the log tells once that the chat is prefilled again.
     """
     tokenizer = chat_templates.tokenizer("qwen3")
     scripted = Scripted(monkeypatch, tokenizer, trims=trims)
@@ -335,18 +335,18 @@ def test_a_turn_taken_back_leaves_no_trace(chatting, cache):
         and answers[0].token_ids == answers[1].token_ids
         and sessions[0].token_ids == sessions[1].token_ids
     )
-    assert sessions[0]._cache.first == sessions[1]._cache.first  # the first text was not prefilled anew
+    assert sessions[0]._cache.first == sessions[1]._cache.first  # the first text was not prefilled again
 
 
 def test_raw_texts_and_chats_do_not_mix(chatting):
     session = Session(*chatting, cache=Full(), context_length=300)
     session.ask("x", max_new_tokens=2)
-    with pytest.raises(icejax.InputError, match="the session is not a chat: go on with ask, or begin another"):
+    with pytest.raises(icejax.InputError, match="the session is not a chat: continue with ask, or begin another"):
         session.chat("y")
     session = Session(*chatting, cache=Full(), context_length=300)
     session.chat("x", max_new_tokens=2)
     held = list(session.token_ids), list(session.messages)
-    with pytest.raises(icejax.InputError, match="the session holds a chat: go on with chat, or begin another"):
+    with pytest.raises(icejax.InputError, match="the session holds a chat: continue with chat, or begin another"):
         session.ask("y")
     for message_text, message in (("", "a message is empty: expected some text"), ("x" * 260, "its context of 300 is full")):
         with pytest.raises(icejax.InputError, match=message):
@@ -392,4 +392,4 @@ def test_the_shell_warns_in_one_line_that_a_template_rewrites(tmp_path):
         result = subprocess.run([*chats, *prompt_options, *limits], capture_output=True, text=True)
         assert result.returncode == 0
         assert result.stderr.count("\n") == 1
-        assert result.stderr.endswith("the chat template rewrites earlier turns: the conversation is prefilled anew\n")
+        assert result.stderr.endswith("the chat template rewrites earlier turns: the conversation is prefilled again\n")

@@ -285,7 +285,7 @@ class Retrieval(CachePolicy):
         """Empties the window and the pages from `page` on. An index's sums over all tokens still include forgotten ones."""
         none = jnp.zeros(1, jnp.int32)
         index = self.index.after_move(state.index, none, none > 0, page, behind=page)
-        # The pages held on the device may be written anew.
+        # The pages held on the device may be written again.
         return replace(state, window=replace(state.window, first=tokens), index=index, ids=jnp.full_like(state.ids, NOTHING))
 
     def joining(self, state: PagedState, lengths: Lengths, clock: Int[Array, ""]) -> PagedState:

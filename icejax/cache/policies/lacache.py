@@ -24,7 +24,7 @@ from icejax.ops.slots import by_head, merge_heads, order, split_heads
 class LaCache(Eviction):
     """LaCache: when slots are full, one of the next `rungs` tokens after the sinks stays, a different one in each layer.
 
-    A round goes on in this way up to the newest tokens; the next round begins at the sinks again. Attention plays no part, and
+    A round continues so up to the newest tokens; the next round begins at the sinks again. Attention plays no part, and
     all KV heads keep the same tokens. A text longer than one round is thinned as in the authors' code, by a second round with
     as many tokens per rung as needed. Their code evicts the tokens of a rung at once; here tokens leave one by one as others
     come, so that every token in their cache is in this one: `budget`, which includes the newest token, is their cache size plus

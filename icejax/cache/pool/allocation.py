@@ -43,7 +43,7 @@ def allocate(shape: tuple[int, ...], dtype: str, codes: int = 0, *, limit: int |
     return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), devices.host_sharding()), arrays)
 
 
-@functools.lru_cache(maxsize=16)  # a function made anew would be compiled anew
+@functools.lru_cache(maxsize=16)  # a new function would be compiled again
 def _zeros(shape: tuple[int, ...], bits: np.dtype, mesh: Mesh | None) -> Callable[[], jax.Array]:
     sharding = devices.host_sharding() if mesh is None else mesh.sharding(BY_HEAD, on_host=True)
     return jax.jit(lambda: jax.device_put(jnp.zeros(shape, bits), devices.HOST), out_shardings=sharding)

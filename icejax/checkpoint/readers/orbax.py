@@ -77,7 +77,7 @@ def save(path: Path, about: Mapping[str, tuple[tuple[int, ...], str]], tensors: 
 def _finishing_writes() -> Iterator[None]:
     """Makes a save that fails finish its other writes first, and report only the error that it raises.
 
-    Orbax closes its event loop at the first error: the other writes go on, and make removed folders again.
+    Orbax closes its event loop at the first error: the other writes continue, and make removed folders again.
     """
     log, silence, new_event_loop = logging.getLogger("absl"), logging.Filter("nothing"), asyncio.new_event_loop
 

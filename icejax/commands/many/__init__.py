@@ -1,1 +1,1 @@
-"""Files of many prompts: shares of them, answers in a file that grows, and a run that goes on where it ended."""
+"""Files of many prompts: shares of them, answers in a file that grows, and a run that continues where it ended."""

@@ -207,7 +207,7 @@ def _pause(*_: object) -> None:
 
 def _terminate(*_: object) -> None:
     """Tells the other thread of SIGTERM, which a prompt's own handling of signals hides from it, and holds the main thread."""
-    if _drains:  # a server has no prompt, and goes on
+    if _drains:  # a server has no prompt, and continues
         return
     _wakeup[1].send(bytes([signal.SIGTERM]))
     while True:

@@ -36,7 +36,7 @@ class AttentionMap:
         Args:
             positions: layer -> i32[K, P, p], the prompt positions of the tokens in its pages.
             tokens: number of tokens of the prompt.
-            renewal: length of the text at which LongRoPE's keys are computed anew; 0: never.
+            renewal: length of the text at which LongRoPE's keys are computed again; 0: never.
         """
         self._positions, self._renewal, self.steps = positions, renewal, 0
         self.weights = {layer: np.zeros(tokens) for layer in positions}

@@ -21,7 +21,7 @@ from icejax.engine.plan import Plan
 def constrained(
     state: DecodeState, step: Step, masks: UInt32[np.ndarray, "B W"], rows: Bool[np.ndarray, " B"], plan: Plan
 ) -> tuple[DecodeState, Step]:
-    """Returns the state and the step with the tokens of `rows` chosen anew, as the step draws them. Donates `state`.
+    """Returns the state and the step with the tokens of `rows` chosen again, as the step draws them. Donates `state`.
 
     Args:
         masks: the tokens that may be chosen, as in `Matcher.mask`.

@@ -53,7 +53,7 @@ class DecodeLoop:
             self.run.state = without_row(self.run.state, at)
 
     def resize(self, places: Sequence[int], size: int) -> None:
-        """Goes on with `size` places, of which the first have the rows of `places`, in that order."""
+        """Continues with `size` places, of which the first have the rows of `places`, in that order."""
         self.run.resize(places, size)
         self.rows = {at: self.rows[old] for at, old in enumerate(places)}
 

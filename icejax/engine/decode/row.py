@@ -38,7 +38,7 @@ class Row:
         matcher: the place of the answer in its grammar; None: it has none.
         prompt_logprobs: those of the prompt's tokens, which the first response has; None: there are none.
         attention: what the row attends to; None: nobody asks.
-        finish_reason: `stop`, `length`, or None while the row goes on.
+        finish_reason: `stop`, `length`, or None while the row continues.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Row:
         return self.finish_reason is not None or len(self.tokens) + 1 >= self.limit
 
     def reaches(self, tokens: int) -> bool:
-        """Whether the next token makes the text `tokens` tokens long, and the row may go on."""
+        """Whether the next token makes the text `tokens` tokens long, and the row may continue."""
         return len(self.prompt) + len(self.tokens) + 1 == tokens and not self.ends_with_next()
 
     @property

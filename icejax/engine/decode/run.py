@@ -37,7 +37,7 @@ class Run:
         step: the newest step, whose tokens are not yet in the cache.
         watch: called with the state after every step.
         fed: the step whose tokens the newest step has put into the cache; None before the first step.
-        renewing: whether a row's cache is being computed anew, or that was interrupted.
+        renewing: whether a row's cache is being computed again, or that was interrupted.
     """
 
     decoding: DecodePrograms

@@ -2,7 +2,7 @@
 
 What a core runs follows from its calls, in their order, and from what it decides by the clock. Process 0 sends both ahead of
 the programs that they start: a request that it has accepted, one that ends early, each piece of work, and whether a prefill
-goes on. The other processes have cores of their own with the same plan, queue and prefix store, and run the same programs in
+continues. The other processes have cores of their own with the same plan, queue and prefix store, and run the same programs in
 the same order, so that all meet in every sum. `api.engine` makes both.
 
     process 0             the others

@@ -30,7 +30,7 @@ from icejax.engine.serving.scheduler import Ticket
 
 LOG = logging.getLogger(__name__)
 TAIL = 256  # tokens: the end of a prompt that another prompt probably does not share, such as the question about a document
-LEAST = 768  # tokens: shorter texts are not cut before their tail, because computing them anew costs little
+LEAST = 768  # tokens: shorter texts are not cut before their tail, because computing them again costs little
 POOL_SHARE = 0.75  # of the bytes for prefixes that go to the pool; digests and dense layers take the rest
 
 
@@ -150,11 +150,11 @@ class PrefixCache:
         behind: Entry | None = None,
         before: Entry | None = None,
     ) -> Entry | None:
-        """Puts a row's cache, of the first `count` of its tokens, into the store, and returns the entry; the row goes on.
+        """Puts a row's cache, of the first `count` of its tokens, into the store, and returns the entry; the row continues.
 
         Args:
             logits: f32[1, V], behind the last of these tokens.
-            followers: number of prompts that go on behind these tokens.
+            followers: number of prompts that continue behind these tokens.
             layers: the cropped arrays of the row's layers; None: they are copied from the device.
             behind: the entry in memory with whose tokens the row begins; None: no such entry.
             before: as in `Prefixes.add`.

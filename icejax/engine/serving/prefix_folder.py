@@ -2,7 +2,7 @@
 
 `prefix_cache` calls it. A prefix is two files: `NAME.arrays` has its arrays, and `NAME.json`, which is written last, describes
 them. NAME is a hash of the salt and the tokens, so that no token is in a file. An engine reads the descriptions when it starts.
-All files are the user's alone. A prefix that is damaged or gone is computed anew.
+All files are the user's alone. A prefix that is damaged or gone is computed again.
 
     FOLDER/5f0c.../e91a....json     5f0c...: a hash of the model, the cache's options and the sizes of its arrays
     FOLDER/5f0c.../e91a....arrays
@@ -168,7 +168,7 @@ class PrefixFolder:
             OSError: the file cannot be read.
         """
         if _described(stored.path) != stored:
-            raise OSError(errno.ESTALE, "another engine has written it anew")
+            raise OSError(errno.ESTALE, "another engine has written it again")
         with contextlib.suppress(OSError):  # a folder may be there to be read only
             os.utime(stored.path.with_suffix(ABOUT))
         kinds = {name: _cropped(kind, stored.arrays.get(name)) for name, kind in self._kinds.items()}
@@ -198,7 +198,7 @@ class PrefixFolder:
         """Logs why a prefix cannot be read, and removes it if it is damaged."""
         if isinstance(error, Damaged | FileNotFoundError):
             _remove(path)
-        LOG.warning("a prefix in %s cannot be read (%s): it is computed anew", self._root, _reason(error))
+        LOG.warning("a prefix in %s cannot be read (%s): it is computed again", self._root, _reason(error))
 
     def _remember(self, stored: StoredPrefix) -> None:
         others = [other for other in self._stored.get(stored.key, ()) if other.path != stored.path]

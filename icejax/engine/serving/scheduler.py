@@ -112,7 +112,7 @@ class Scheduler:
             share: most of the time that prefill may take while other rows decode, above 0; 1: a prompt is prefilled whole
                 before the next step, so that the order of all work depends on the requests alone.
             most_waiting: most tickets that may wait; None: any number.
-            prepare: called with the first ticket that waits when a place is free: it sets `wanted` and `shared` anew, and may
+            prepare: called with the first ticket that waits when a place is free: it sets `wanted` and `shared` again, and may
                 free extents.
         """
         self.waiting, self.prefilling, self.decoding = deque[Ticket](), None, dict[int, Ticket]()

@@ -203,4 +203,4 @@ class Damaged(InputError):
 def damaged(path: Path, fault: str) -> NoReturn:
     """Raises `Damaged` for the session at `path`."""
     fault = " ".join(fault.split())
-    raise Damaged(f"{path} is a damaged session ({fault}): use a copy of it, or begin anew in another folder", fault=fault)
+    raise Damaged(f"{path} is a damaged session ({fault}): use a copy of it, or start over in another folder", fault=fault)

@@ -107,7 +107,7 @@ def run_block(
     """Returns `x` and `queries` after the layer has computed the `count` tokens from `first` on; donates both.
 
     Attention is `attend_slots` on every platform, also on GPU, where a whole prompt's attention in bf16 runs in cuDNN. A latent
-    layer attends with the heads that are cached, because expanded heads of all keys would be made anew for every block. On a
+    layer attends with the heads that are cached, because expanded heads of all keys would be made again for every block. On a
     CPU a layer of DeepSeek-V2-Lite takes 1.4 times as long as in a whole prefill of 4,096 tokens.
     """
     arrays, cuts = (layer, x, queries, keys, lengths, first), (module_cuts(layer), WHOLE, QUERIES, KEYS, WHOLE, WHOLE)

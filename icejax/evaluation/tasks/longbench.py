@@ -3,7 +3,7 @@
 The files come from MilkThink-Lab/MiniLongBench, pred_data/example, a data set each, as JSON lines of prompt and gold, and
 config/dataset2maxlen.json of THUDM/LongBench. Scores, numbers of new tokens and the cut of long prompts are LongBench's: a
 prompt that does not fit loses its middle, and six data sets are continued without a chat template. LongBench also forbids that
-an answer of samsum begins with the newline that ends it; here the answer goes on, and its first line counts.
+an answer of samsum begins with the newline that ends it; here the answer continues, and its first line counts.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def families_around(levels: tuple[Digests, ...], page: Int[Array, ""]) -> tuple[
 
 
 def _nodes_above(level: Digests, changed: Digests, first: Int[Array, ""]) -> tuple[Int[Array, ""], int]:
-    """Returns the first node above the entries `changed` of a level from index `first` on, and how many nodes to merge anew."""
+    """Returns the first node above the entries `changed` of a level from index `first` on, and how many nodes to merge."""
     nodes = level.count.shape[2] // FAN_OUT
     count = min((changed.count.shape[2] + 2 * FAN_OUT - 2) // FAN_OUT, nodes)  # enough for any position of `first` in its node
     node = first // FAN_OUT

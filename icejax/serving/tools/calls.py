@@ -52,5 +52,5 @@ class CallsOf:
         return [(None if isinstance(event, Text) else self.calls[event.index], event) for event in events]
 
     def reason(self, piece: GenerationResponse) -> str | None:
-        """Returns OpenAI's reason why the answer ended with `piece`; None: it goes on."""
+        """Returns OpenAI's reason why the answer ended with `piece`; None: it continues."""
         return "tool_calls" if self.calls and piece.finish_reason == "stop" else piece.finish_reason

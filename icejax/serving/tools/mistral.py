@@ -83,7 +83,7 @@ class MistralParser(MarkedParser):
         return False
 
     def _behind_call(self) -> bool:
-        """Goes on after a call: to the next one of a list, or to text."""
+        """Continues after a call: to the next one of a list, or to text."""
         self._raw, self._held = "", self._held.lstrip(SPACES)
         if not self._held:
             return False

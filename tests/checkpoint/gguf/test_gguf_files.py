@@ -54,7 +54,7 @@ def entry(name: str, shape: tuple[int, ...], kind: int = 0, offset: int = 0) -> 
 def file_of(
     *parts: bytes, tensors: int = 0, values: int = 0, version: int = 3, magic: bytes = b"GGUF", order: str = "<", data: int = 0
 ) -> bytes:
-    """Returns a file with these counts, whose header goes on with `parts`, and then `data` bytes."""
+    """Returns a file with these counts, whose header continues with `parts`, and then `data` bytes."""
     header = magic + struct.pack(f"{order}IQQ", version, tensors, values) + b"".join(parts)
     return header + bytes(-len(header) % 32 + data)
 
