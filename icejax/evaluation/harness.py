@@ -181,7 +181,12 @@ class HarnessModel(TemplateLM):
         return [self.answers[key] for key in keys]
 
     def _request(self, context: str, generation: dict[str, Any]) -> Request:
-        options = dict(normalize_gen_kwargs(generation, self.max_gen_toks))
+        try:
+            options = dict(normalize_gen_kwargs(generation, self.max_gen_toks))
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"generation_kwargs cannot be read ({error}): expected numbers of tokens and a temperature"
+            ) from None
         stop, count, samples = options.pop("until"), options.pop("max_gen_toks"), options.pop("do_sample")
         sampling = {name: options.pop(name) for name in SAMPLING if name in options}
         if options:

@@ -235,6 +235,18 @@ def test_bad_input_is_one_line(arguments, message, capsys):
     assert message in error and error.count("\n") <= 2 and "Traceback" not in error
 
 
+def test_an_output_that_cannot_be_written_is_one_line_before_the_model_loads(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate, "loaded", None)  # a call would fail
+    (taken := tmp_path / "file").write_text("mine")
+    assert run("--tasks", "letters", "--cache", "full", "--output", taken) == 2
+    assert capsys.readouterr().err == f"icejax evaluate: error: --output {taken} cannot be written: Not a directory\n"
+    assert run("--tasks", "letters", "--cache", "full", "--output", "/proc/none") == 2
+    assert (
+        capsys.readouterr().err == "icejax evaluate: error: --output /proc/none cannot be written: No such file or directory\n"
+    )
+    assert taken.read_text() == "mine"
+
+
 @pytest.mark.slow
 def test_a_task_that_nobody_has_and_missing_data(tmp_path, capsys):
     assert run("--tasks", "no_such_task", "--output", tmp_path / "a") == 2
