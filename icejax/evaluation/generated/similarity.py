@@ -51,6 +51,8 @@ def without_comments(code: str) -> str:
     spans, text, begins, depth = [], None, True, 0
     try:
         for kind, _, start, end, _ in tokenize.generate_tokens(io.StringIO(code).readline):
+            if kind == tokenize.ERRORTOKEN:
+                break  # from Python 3.12 on an error is raised here
             if kind == tokenize.COMMENT:
                 spans.append((start, end))
             elif kind == tokenize.NEWLINE:

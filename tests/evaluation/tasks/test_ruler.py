@@ -27,12 +27,16 @@ LENGTHS = (2000, 4096)
 OFFICIAL = dict(
     niah_single_1="2fc1f8f63f09676a",
     niah_single_2="9ca8e4ce431183a0",
+    niah_single_3="6cfb7d7807d54867",
     niah_multikey_2="60805eba5a529e6c",
     niah_multikey_3="7c6bcdb388432a1c",
+    niah_multivalue="7ff7fd5de60f0cfd",
     niah_multiquery="20047f23ae39e151",
     vt="c9570e4c0f60b966",
+    cwe="baea7bf89ed361a9",
     fwe="b2e3a0144869bbd0",
     qa_1="f9d953b94181d598",
+    qa_2="71090f20593eabe2",
 )
 WORDS = {
     kind: sorted({"".join(letters) for letters in product(kind[:3], "aeiou", "bdgklmnr", "aeiou", "st")})
