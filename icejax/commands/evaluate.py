@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -110,6 +111,8 @@ def check(arguments: argparse.Namespace) -> None:
 
 def _run(arguments: argparse.Namespace, console: Console) -> None:
     check(arguments)
+    if arguments.quiet:
+        os.environ["TQDM_DISABLE"] = "1"  # tqdm reads it when it is imported; lm-eval's own bars have no other switch
     policy, other = options.policy(arguments), None if arguments.against is None else make_policy(arguments.against, {})
     if other is not None and other == policy:
         raise InputError(f"--against {arguments.against} is the cache that is scored: name another one")

@@ -165,7 +165,8 @@ def test_a_files_perplexity_is_transformers_at_each_position(tmp_path, capsys):
 def test_two_processes_score_as_one(tmp_path, capsys):
     (tmp_path / "text").write_text("".join(f"he {i} 12 x he he x\n\n" for i in range(60)))
     task = f"--tasks perplexity --text {tmp_path / 'text'} --lengths 64 --limit 2 --context-length 256 --cache full --output".split()
-    started = start(*generate(model_folder(tmp_path), 2, *task, str(tmp_path / "two"), command="evaluate"))
+    command = generate(model_folder(tmp_path), 2, *task, str(tmp_path / "two"), "--quiet", command="evaluate")
+    started = start(*command)
     try:
         ends = [process.communicate(timeout=600) for process in started]
     finally:
@@ -173,6 +174,7 @@ def test_two_processes_score_as_one(tmp_path, capsys):
             process.kill()
     assert [process.returncode for process in started] == [0, 0], ends
     assert "perplexity" in ends[0][0] and ends[1][0] == ""
+    assert not any("%|" in errors for _, errors in ends)  # --quiet hides the bars of progress, lm-eval's too
     assert run("--model", tmp_path, *task, tmp_path / "one", "--compile-cache", "none") == 0
     files = [tmp_path / name / "full" / "samples_perplexity.jsonl" for name in ("one", "two")]
     one, two = ([json.loads(line)["nll"] for line in file.read_text().splitlines()] for file in files)

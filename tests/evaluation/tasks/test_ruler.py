@@ -28,6 +28,7 @@ OFFICIAL = dict(
     niah_single_1="2fc1f8f63f09676a",
     niah_single_2="9ca8e4ce431183a0",
     niah_single_3="6cfb7d7807d54867",
+    niah_multikey_1="2d927289b1c08d90",
     niah_multikey_2="60805eba5a529e6c",
     niah_multikey_3="7c6bcdb388432a1c",
     niah_multivalue="7ff7fd5de60f0cfd",
@@ -129,7 +130,7 @@ def test_prompts_fit_and_a_solver_by_rules_is_always_right(folder, kind, length)
         assert (0.75 if kind != "qa_2" else 0.4) * length < tokens <= length
         assert any(text in row["prompt"] for text in row["answers"])
         assert task.process_results(row, [solved(kind, row["prompt"])]) == {"score": 1.0}
-    if length == LENGTHS[0] and kind in OFFICIAL:
+    if length == LENGTHS[0]:
         made = [[row[name] for name in ("prompt", "prefix", "answers")] for row in rows]
         assert hashlib.sha256(json.dumps(made).encode()).hexdigest().startswith(OFFICIAL[kind])
 
