@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,9 +111,13 @@ def check(arguments: argparse.Namespace) -> None:
 
 def _run(arguments: argparse.Namespace, console: Console) -> None:
     check(arguments)
+    if arguments.quiet:
+        os.environ["TQDM_DISABLE"] = "1"  # tqdm reads it when it is imported; lm-eval's own bars have no other switch
     policy, other = options.policy(arguments), None if arguments.against is None else make_policy(arguments.against, {})
     if other is not None and other == policy:
         raise InputError(f"--against {arguments.against} is the cache that is scored: name another one")
+    if is_first(arguments):
+        _try_output(arguments.output)
     model, tokenizer = loaded(arguments, console)
     if policy is None and other in (ON_DEVICE, IN_PAGES):
         policy = IN_PAGES if other == ON_DEVICE else ON_DEVICE
@@ -130,6 +136,23 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
     processes.from_first(None)  # at the end of a group the others wait for a minute only
 
 
+@contextlib.contextmanager
+def _written(folder: Path) -> Iterator[None]:
+    """Raises InputError where the block cannot write the output."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"--output {folder} cannot be written: {error.strerror}") from None
+
+
+def _try_output(folder: Path) -> None:
+    """Makes the folder; raises InputError if it cannot be written, before anything runs."""
+    with _written(folder):
+        private.make_folder(folder)
+        private.new_file(part := folder / ".part").close()
+        part.unlink()
+
+
 def loaded(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, Any]:
     """Returns the model of the command line and its tokenizer, beside which the harness can be imported."""
     model, tokenizer = load(arguments, console)
@@ -142,7 +165,9 @@ def _report(arguments: argparse.Namespace, folders: list[Path]) -> None:
     """Writes the report on the runs in some folders into the output, and prints its table."""
     from icejax.evaluation.report import page, runs, table
 
-    found = page.write(arguments.output, runs.read(folders), arguments.against or AGAINST)
+    finished = runs.read(folders)
+    with _written(arguments.output):
+        found = page.write(arguments.output, finished, arguments.against or AGAINST)
     write(table.text(found))
     if not arguments.quiet:
         write(f"{arguments.output / 'report.html'}\n")
@@ -220,5 +245,6 @@ def score(arguments: argparse.Namespace, harness_model: Any) -> Path:
     scores, folder = run_tasks(arguments, harness_model), cache_folder(arguments, harness_model.cache)
     scores.results[ABOUT] = about(harness_model, model_name(arguments.model), chat=arguments.chat)
     if is_first(arguments):
-        scores.save(folder)
+        with _written(folder):
+            scores.save(folder)
     return folder

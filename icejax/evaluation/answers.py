@@ -40,7 +40,10 @@ class Answers:
             if not self._lines.size:
                 self._lines.add(self._first)
         except OSError as error:
-            raise InputError(f"{file} cannot be used: {error.strerror}") from None
+            raise self._unusable(error) from None
+
+    def _unusable(self, error: OSError) -> InputError:
+        return InputError(f"{self._path} cannot be used: {error.strerror}")
 
     def _take(self, line: bytes) -> None:
         """Takes an answer of the file, or its first line."""
@@ -77,7 +80,11 @@ class Answers:
         self._answers[key], self._measured[key] = answer, measured
 
     def add(self, key: str, answer: Any, measured: dict[str, Any]) -> None:
-        """Takes an answer and its cost, and writes both to the file at once."""
+        """Takes an answer and its cost, and writes both to the file at once; InputError if it cannot be written."""
         self._keep(key, answer, measured)
-        if self._lines is not None:
+        if self._lines is None:
+            return
+        try:
             self._lines.add(json.dumps(dict(request=key, answer=answer, measured=measured)).encode())
+        except OSError as error:
+            raise self._unusable(error) from None

@@ -165,12 +165,7 @@ class HarnessModel(TemplateLM):
         """Returns the answers to questions about texts, each text in a session of its own (`evaluation.conversation`)."""
         keys = [self.answers.key(["converse", *request.args]) for request in requests]
         waiting = [(key, request.args) for key, request in zip(keys, requests, strict=True) if key not in self.answers]
-        with tqdm(
-            total=len(keys),
-            initial=len(keys) - len(waiting),
-            desc=f"{display_name(self.cache)}: sessions",
-            disable=disable_tqdm,
-        ) as bar:
+        with self._bar("sessions", len(keys), len(waiting), disable_tqdm) as bar:
             for key, (text, options) in waiting:
                 limits = dict(cache=self.cache, host_memory_limit=self._host_memory_limit)
                 responses = conversation.answers(self.model, self.tokenizer, text, **limits, **options)
@@ -181,7 +176,12 @@ class HarnessModel(TemplateLM):
         return [self.answers[key] for key in keys]
 
     def _request(self, context: str, generation: dict[str, Any]) -> Request:
-        options = dict(normalize_gen_kwargs(generation, self.max_gen_toks))
+        try:
+            options = dict(normalize_gen_kwargs(generation, self.max_gen_toks))
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"generation_kwargs cannot be read ({error}): expected numbers of tokens and a temperature"
+            ) from None
         stop, count, samples = options.pop("until"), options.pop("max_gen_toks"), options.pop("do_sample")
         sampling = {name: options.pop(name) for name in SAMPLING if name in options}
         if options:
@@ -208,9 +208,7 @@ class HarnessModel(TemplateLM):
         waiting = {key: request for (request, _), key in zip(asked, keys, strict=True) if key not in self.answers}
         order = sorted(waiting, key=lambda key: -len(waiting[key].prompt))
         pieces: dict[int, list[GenerationResponse]] = defaultdict(list)
-        with tqdm(
-            total=len(keys), initial=len(keys) - len(order), desc=f"{display_name(self.cache)}: {what}", disable=quiet
-        ) as bar:
+        with self._bar(what, len(keys), len(order), quiet) as bar:
             for piece in self._stream([waiting[key] for key in order]):
                 pieces[piece.row].append(piece)
                 if piece.finish_reason is not None:
@@ -218,6 +216,11 @@ class HarnessModel(TemplateLM):
                     self.answers.add(order[piece.row], read(response), _measured(response))
                     bar.update()
         return [self.answers[key] for key in keys]
+
+    def _bar(self, what: str, total: int, left: int, quiet: bool) -> tqdm:
+        """Returns the progress bar of some answers; unless it is quiet, the environment's TQDM_DISABLE decides."""
+        hidden = dict(disable=True) if quiet else {}
+        return tqdm(total=total, initial=total - left, desc=f"{display_name(self.cache)}: {what}", **hidden)
 
     def _stream(self, requests: list[Request]):
         if not requests:

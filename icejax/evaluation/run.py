@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from lm_eval import evaluator
 from lm_eval.tasks import TaskManager
@@ -16,6 +15,21 @@ from icejax.evaluation.harness import HarnessModel
 from icejax.evaluation.scores import Scores
 from icejax.evaluation.setting import Setting
 from icejax.evaluation.tasks import local, ruler
+
+# How lm-eval's samplers of examples, and the `random.sample` in them, begin to say that a task has too few examples.
+TOO_FEW = ("Sample larger than population", "Error: number of fewshot samples", "Error: no documents available")
+
+
+def _commit() -> str | None:
+    """Returns the commit of the working folder, or None."""
+    try:
+        return subprocess.run(["git", "describe", "--always"], capture_output=True, text=True).stdout.strip() or None
+    except FileNotFoundError:
+        return None  # git is not installed
+
+
+# lm-eval records the commit too, but its own function lets git complain on stderr outside of a repository.
+evaluator.get_git_commit_hash = _commit
 
 
 def evaluate(
@@ -57,20 +71,15 @@ def evaluate(
 
     try:
         tasks = [task(name) for name in names]
-        with mock.patch.object(evaluator, "get_git_commit_hash", _commit):
-            results = evaluator.simple_evaluate(model, tasks=tasks, task_manager=manager, log_samples=True, **options)
+        results = evaluator.simple_evaluate(model, tasks=tasks, task_manager=manager, log_samples=True, **options)
     except (ConnectionError, FileNotFoundError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"the data of a task cannot be had: {reason}; --data reads local files") from None
+    except (AssertionError, ValueError) as error:
+        if not str(error).startswith(TOO_FEW):
+            raise
+        raise InputError("a task has fewer examples than --num-fewshot asks for: give a smaller number") from None
     return Scores.of(results)
-
-
-def _commit() -> str | None:
-    """Returns the commit of the working folder, or None. Outside of a repository lm-eval's own function lets git complain."""
-    try:
-        return subprocess.run(["git", "describe", "--always"], capture_output=True, text=True).stdout.strip() or None
-    except FileNotFoundError:
-        return None  # git is not installed
 
 
 def _chat_tokens(

@@ -165,7 +165,8 @@ def test_a_files_perplexity_is_transformers_at_each_position(tmp_path, capsys):
 def test_two_processes_score_as_one(tmp_path, capsys):
     (tmp_path / "text").write_text("".join(f"he {i} 12 x he he x\n\n" for i in range(60)))
     task = f"--tasks perplexity --text {tmp_path / 'text'} --lengths 64 --limit 2 --context-length 256 --cache full --output".split()
-    started = start(*generate(model_folder(tmp_path), 2, *task, str(tmp_path / "two"), command="evaluate"))
+    command = generate(model_folder(tmp_path), 2, *task, str(tmp_path / "two"), "--quiet", command="evaluate")
+    started = start(*command)
     try:
         ends = [process.communicate(timeout=600) for process in started]
     finally:
@@ -173,6 +174,7 @@ def test_two_processes_score_as_one(tmp_path, capsys):
             process.kill()
     assert [process.returncode for process in started] == [0, 0], ends
     assert "perplexity" in ends[0][0] and ends[1][0] == ""
+    assert not any("%|" in errors for _, errors in ends)  # --quiet hides the bars of progress, lm-eval's too
     assert run("--model", tmp_path, *task, tmp_path / "one", "--compile-cache", "none") == 0
     files = [tmp_path / name / "full" / "samples_perplexity.jsonl" for name in ("one", "two")]
     one, two = ([json.loads(line)["nll"] for line in file.read_text().splitlines()] for file in files)
@@ -233,6 +235,18 @@ def test_bad_input_is_one_line(arguments, message, capsys):
     assert run(*arguments) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") <= 2 and "Traceback" not in error
+
+
+def test_an_output_that_cannot_be_written_is_one_line_before_the_model_loads(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate, "loaded", None)  # a call would fail
+    (taken := tmp_path / "file").write_text("mine")
+    assert run("--tasks", "letters", "--cache", "full", "--output", taken) == 2
+    assert capsys.readouterr().err == f"icejax evaluate: error: --output {taken} cannot be written: Not a directory\n"
+    assert run("--tasks", "letters", "--cache", "full", "--output", "/proc/none") == 2
+    assert (
+        capsys.readouterr().err == "icejax evaluate: error: --output /proc/none cannot be written: No such file or directory\n"
+    )
+    assert taken.read_text() == "mine"
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import pytest
 
 from icejax.checks.errors import InputError
 from icejax.evaluation.answers import Answers
+from icejax.files.whole_lines import WholeLines
 from icejax.runtime import processes
 
 IDENTITY = dict(model="a", cache="full")
@@ -55,6 +56,17 @@ def test_other_answers_are_refused_and_stay(tmp_path):
     assert other.read_text() == "mine"
     with pytest.raises(InputError, match="cannot be used: Is a directory"):
         Answers(tmp_path, IDENTITY)
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    answers = Answers(file := tmp_path / "answers.jsonl", IDENTITY)
+
+    def full(self, line):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(WholeLines, "add", full)
+    with pytest.raises(InputError, match=f"^{file} cannot be used: No space left on device$"):
+        answers.add("k", 1, TOOK)
 
 
 def test_a_group_has_the_answers_of_its_first_process(monkeypatch):

@@ -136,6 +136,26 @@ def test_similarity_is_bleu_over_words():
 
 
 @pytest.mark.parametrize(
+    "code, left",
+    [
+        ("def f(x):\n    y = x  # one\n    # two\n    return '# three'", "def f(x):\n    y = x  \n    \n    return '# three'"),
+        ('def f():\n    """Doc\n    string."""  # and\n    return 1', "def f():\n      \n    return 1"),
+        ('if x:\n    "text"\n    "te" + "xt"\n"module"', 'if x:\n    \n    "te" + "xt"\n"module"'),
+        ("def f(:\n    # one\n    return (1", "def f(:\n    \n    return (1"),  # as far as its tokens are Python's
+        ("It's nothing. # 1", "It's nothing. # 1"),
+    ],
+)
+def test_comments_and_docstrings_are_left_out(code, left):
+    assert similarity.without_comments(code) == left
+
+
+def test_an_answer_with_comments_is_the_function():
+    target = library.Function("a.py", "f", "def f(x):\n    y = x + 1\n    return y * 2", None)
+    answer = 'def f(x):\n    """Returns twice the next number."""\n    y = x + 1  # the next one\n    # twice\n    return y * 2'
+    assert similarity.scores(f"```python\n{answer}\n```", target, [target]) == (1, pytest.approx(1))
+
+
+@pytest.mark.parametrize(
     "answer, function",
     [
         ("def f():\n    return 1", "def f():\n    return 1"),

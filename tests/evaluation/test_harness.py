@@ -128,6 +128,8 @@ def test_options_that_no_answer_has_are_refused(bundled):
     model = model_of(bundled, max_length=64)
     for options, message in (
         (dict(num_beams=4), "generation_kwargs has num_beams"),
+        (dict(max_gen_toks="ten"), "generation_kwargs cannot be read .*ten.*: expected numbers of tokens and a temperature"),
+        (dict(temperature="warm"), "generation_kwargs cannot be read .*warm"),
         (dict(max_gen_toks=64), "a task asks for 64 new tokens, and --context-length is 64"),
     ):
         with pytest.raises(InputError, match=message):

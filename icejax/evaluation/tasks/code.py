@@ -82,6 +82,7 @@ def code_task(
         generation_kwargs=dict(until=until, max_gen_toks=1024, do_sample=False),
         process_results=score,
         metric_list=[dict(metric="pass@1", aggregation="mean", higher_is_better=True)],
+        num_fewshot=0,  # a problem as an example would have no answer
         **form,
     )
 
