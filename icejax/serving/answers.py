@@ -11,6 +11,7 @@ import contextlib
 import functools
 import secrets
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,64 @@ class Usage:
         )
 
 
+class Inbox:
+    """Pieces on their way from the engine's thread to their one reader, a task of the event loop.
+
+    However many pieces come while the loop is busy, they wake it once. One timer serves all waits.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._pieces: deque[tuple[int, Piece]] = deque()
+        self._reader: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._wakes, self._is_late, self._last = False, False, self._loop.time()
+
+    def put(self, number: int, piece: Piece) -> None:
+        """Takes a piece of the handle with this number; the engine's thread calls it."""
+        self._pieces.append((number, piece))
+        if not self._wakes:
+            self._wakes = True
+            with contextlib.suppress(RuntimeError):  # the loop has ended: the server stops
+                self._loop.call_soon_threadsafe(self._wake)
+
+    async def get(self, patience: float | None) -> tuple[int, Piece] | None:
+        """Returns the next piece and its number; None if none has come for `patience` seconds (None: it waits)."""
+        while not self._pieces:
+            if self._timer is None and patience is not None:
+                self._timer = self._loop.call_later(patience, self._look, patience)
+            self._reader = self._loop.create_future()
+            await self._reader
+            if self._is_late:
+                self._is_late, self._last = False, self._loop.time()
+                return None
+        self._last = self._loop.time()
+        return self._pieces.popleft()
+
+    def close(self) -> None:
+        """Ends the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the reader waits."""
+        return self._reader is not None and not self._reader.done()
+
+    def _wake(self) -> None:
+        self._wakes = False
+        if self._waits:
+            self._reader.set_result(None)
+
+    def _look(self, patience: float) -> None:
+        """Wakes the reader if it has waited for long, and looks again when it may have."""
+        left = self._last + patience - self._loop.time()
+        if left <= 0:
+            self._is_late, left = self._waits and not self._pieces, patience
+            self._wake()
+        self._timer = self._loop.call_later(left, self._look, patience)
+
+
 class Answers:
     """The pieces of a request's answers, in the order in which they come.
 
@@ -57,16 +116,11 @@ class Answers:
         """Listens to the handles, one for each prompt, of `n` answers each; called in the event loop."""
         self.count, self.usage = len(handles) * n, Usage()
         self._handles, self._n, self._metrics = handles, n, metrics
-        self._queue: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+        self._inbox = Inbox()
         self._left, self._prompts = self.count, set[int]()
         self._submitted, self._last = time.monotonic(), dict[int, float]()
-        loop = asyncio.get_running_loop()
         for number, handle in enumerate(handles):
-            handle.listen(functools.partial(self._put, loop, number))
-
-    def _put(self, loop: asyncio.AbstractEventLoop, number: int, piece: Piece) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended: the server stops
-            loop.call_soon_threadsafe(self._queue.put_nowait, (number, piece))
+            handle.listen(functools.partial(self._inbox.put, number))
 
     @property
     def over(self) -> bool:
@@ -88,11 +142,11 @@ class Answers:
         """
         try:
             while self._left:
-                try:
-                    number, piece = await self._next(patience)
-                except TimeoutError:
+                item = await self._inbox.get(patience)
+                if item is None:
                     yield None
                     continue
+                number, piece = item
                 if isinstance(piece, BaseException):
                     raise piece
                 if piece is None:
@@ -102,6 +156,7 @@ class Answers:
                 self._count(number, at, piece)
                 yield at, piece
         finally:
+            self._inbox.close()
             if self._left:
                 self.cancel()
 
@@ -116,12 +171,6 @@ class Answers:
             read(at, piece)
             parts.setdefault(at, []).append(piece)
         return None if self._left else [join(parts[at]) for at in sorted(parts)]
-
-    async def _next(self, patience: float | None) -> tuple[int, Piece]:
-        if not self._queue.empty():
-            return self._queue.get_nowait()
-        async with asyncio.timeout(patience):  # wait_for would make a task for each token
-            return await self._queue.get()
 
     def _count(self, number: int, at: int, piece: GenerationResponse) -> None:
         now = time.monotonic()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from collections.abc import Awaitable
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,10 +37,10 @@ class Guard:
         request, begun = Request(scope), False
         scope["app"] = self
 
-        async def sending(message: Any) -> None:
+        def sending(message: Any) -> Awaitable[None]:
             nonlocal begun
             begun = True
-            await send(message)
+            return send(message)
 
         try:
             self._check(request)

@@ -5,10 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
+COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
+def json_text(value: Any) -> str:
+    """Returns a value as compact JSON."""
+    return COMPACT.encode(value)
+
 
 def json_bytes(value: Any) -> bytes:
     """Returns a value as compact JSON in UTF-8."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+    return json_text(value).encode(errors="replace")
 
 
 def json_object(body: bytes) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from icejax.engine.response import GenerationResponse
 from icejax.serving.answers import Answers, Usage
 from icejax.serving.errors import ApiError, api_error
-from icejax.serving.json_text import json_bytes
+from icejax.serving.json_text import json_bytes, json_text
 from icejax.serving.service import Service
 
 PATIENCE_S = 5.0  # seconds without an event, after which a comment is sent
@@ -41,12 +41,11 @@ def chunks(about: dict[str, Any], usage: Usage, options: Any) -> tuple[Callable[
     """Returns what makes an event of choices, and what makes the last events, with the usage that `stream_options` asks for."""
     has_usage = bool(options and options.include_usage)
     always = bool(has_usage and options.continuous_usage_stats)
+    head, tail = f'data: {json_text(about)[:-1]},"choices":', ',"usage":null}\n\n' if has_usage else "}\n\n"  # of every event
 
     def chunk(choices: list[dict[str, Any]], *, usage_now: bool = False) -> bytes:
-        value = about | dict(choices=choices)
-        if has_usage:
-            value["usage"] = usage.body() if usage_now or always else None
-        return event(value)
+        now = f',"usage":{json_text(usage.body())}}}\n\n' if usage_now or always else tail
+        return (head + json_text(choices) + now).encode(errors="replace")
 
     return chunk, lambda: [chunk([], usage_now=True)] if has_usage else []
 
@@ -127,8 +126,8 @@ class EventStream(Response):
         headers = {"content-type": "text/event-stream; charset=utf-8"} | HEADERS
         raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
 
-        async def write(data: bytes, *, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": data, "more_body": more})
+        def write(data: bytes, *, more: bool = True) -> Awaitable[None]:
+            return send({"type": "http.response.body", "body": data, "more_body": more})
 
         async with open_while(receive, self._answers, self._service):
             await send({"type": "http.response.start", "status": 200, "headers": raw})

@@ -11,6 +11,7 @@ from icejax.engine.serving import core as core_module
 from icejax.engine.serving.core import Core
 from icejax.engine.serving.job import CoreSizes
 from icejax.engine.serving.prefixes import Entry, Prefixes, chain
+from icejax.engine.serving.scheduler import Work
 from tests.engine.test_core import alone, answers, assert_all_free, assert_equal, job, slow
 from tests.helpers import families
 from tests.helpers.letters import Letters
@@ -242,3 +243,16 @@ def test_no_entry_is_found_by_what_was_evicted():
     store.add(entry([1] * 512, can_cut=True))
     assert store.evict() and held(store, [*[1] * 550, 2]) == 512
     assert store.evict() and not store.evict() and held(store, [1] * 600) == 0 and not store._by_blocks
+
+
+@pytest.mark.parametrize("asks", [{}, dict(explain=True), dict(prompt_logprobs=1)], ids=["reads", "explains", "scores"])
+def test_entries_go_for_a_prompt_whether_or_not_it_reads_them(models, asks):
+    """Entries have all extents of the pool; nothing else would ever free one."""
+    core = core_of(models["qwen3-plain"], CACHES["clustered"], longest=200, memory=2**22)
+    store, extents = core._prefix_cache.prefixes, core.scheduler.extents
+    while extents.free:
+        table = extents.take(np.ones(1, bool))
+        store.add(entry([extents.free] * 200, table=table, pages=25))
+        extents.give_back(table)
+    core.submit(dataclasses.replace(job(families.tokens(100), **ANSWER), **asks))
+    assert core.scheduler.next() is Work.PREFILL and store._entries

@@ -10,6 +10,7 @@ import random
 import pytest
 
 import icejax
+from icejax.serving.routes import turns
 from tests.serving.conftest import SIZES
 from tests.serving.test_responses import kinds, read
 
@@ -234,11 +235,14 @@ def test_claude_code_calls_tools_over_several_turns(agents):
 
 def test_a_later_system_message_is_the_users_where_the_template_refuses_it(agents, monkeypatch):
     monkeypatch.setattr(agents.service.tokenizer, "chat_template", STRICT)
+    tries = []
+    monkeypatch.setattr(turns, "chat", lambda *asked: tries.append(asked) or icejax.chat(*asked))
     agents.script += ["a", "b"]
     agents.send(MESSAGES, CLAUDE).read()
     assert agents.prompts[-1].endswith("<user><system-reminder>r\nhi\nAgents: none.\n<assistant>")
     agents.send(RESPONSES, CODEX | dict(input=[*CODEX["input"], message("developer", "later")])).read()
     assert agents.prompts[-1].endswith("<user>env\n\nhi\n\nlater\n<assistant>")
+    assert len(tries) == 1  # each template is tried once
 
 
 def test_thoughts_can_be_turned_off(agents, monkeypatch):

@@ -81,10 +81,7 @@ class PrefixCache:
     def prepare(self, ticket: Ticket) -> None:
         """Sets a ticket's route and the extents that it needs, and forgets entries until so many extents are free."""
         tokens, whole = ticket.request.tokens, whole_route(len(ticket.request.tokens))
-        if not ticket.request.reads_prefixes:
-            self._set(ticket, whole)
-            return
-        route = self._route(tokens, chain(tokens, ticket.request.salt))
+        route = self._route(tokens, chain(tokens, ticket.request.salt)) if ticket.request.reads_prefixes else whole
         if self._pages(route) > self._plan.prompt_pages:  # each text behind another wastes a part of a page
             route = whole
         self._set(ticket, route)

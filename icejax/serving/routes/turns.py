@@ -6,6 +6,7 @@ Many templates refuse both.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from icejax.api.prompts import chat
@@ -14,6 +15,7 @@ from icejax.text.chat_messages import Message
 
 BETWEEN = "\n\n"  # two messages of the user
 PROBE = "a later word"
+_WRITES_LATE: weakref.WeakKeyDictionary[Any, dict[str, bool]] = weakref.WeakKeyDictionary()  # tokenizer -> template -> answer
 
 
 def turns(tokenizer: Any, messages: list[Message]) -> list[Message]:
@@ -45,9 +47,12 @@ def _parts(content: Any) -> list[Any]:
 
 
 def _writes_late_system(tokenizer: Any) -> bool:
-    """Says whether the chat template writes a system message in the middle of a conversation."""
-    said = [("user", "a"), ("assistant", "b"), ("system", PROBE), ("user", "c")]
-    try:
-        return PROBE in chat(tokenizer, [{"role": role, "content": content} for role, content in said])
-    except InputError:
-        return False
+    """Says whether the chat template writes a system message in the middle of a conversation; each template is tried once."""
+    known, template = _WRITES_LATE.setdefault(tokenizer, {}), str(tokenizer.chat_template)
+    if template not in known:
+        said = [("user", "a"), ("assistant", "b"), ("system", PROBE), ("user", "c")]
+        try:
+            known[template] = PROBE in chat(tokenizer, [{"role": role, "content": content} for role, content in said])
+        except InputError:
+            known[template] = False
+    return known[template]
