@@ -2,9 +2,10 @@
 
 For every combination of `--shape`, `--target`, `--devices`, `--weights`, `--context` and `--cache` (comma-separated lists) the
 command compiles steps of one and two layers for the devices, and counts from them what one device has, computes and moves in a
-step of all layers, and the least time that each link needs. `--whole` compiles all layers instead, to check the counting. The
-output is a JSON line per row. With `--out`, rows go to scale.jsonl, in place of earlier rows with the same names, and the page
-scale.md is made of all. The compilers come with ``pip install -e '.[aot]'``, for jax 0.10.2.
+step of all layers, and the least time that each link needs. `--whole` compiles all layers instead, to check the counting;
+`--sizes` compiles nothing and gives the bytes of weights, cache and pages alone. The output is a JSON line per row. With
+`--out`, rows go to scale.jsonl, in place of earlier rows with the same names, and the page scale.md is made of all. The
+compilers come with ``pip install -e '.[aot]'``, for jax 0.10.2.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         raise InputError(f"--devices must be of 1, 2, 4, 8, got {wrong[0]}")
     weights, caches = listed("--weights", arguments.weights, (PLAIN, *METHODS)), arguments.cache.split(",")
     names = listed("--shape", arguments.shape, tuple(shapes.SHAPES))
-    for name in machines:
+    if arguments.sizes and arguments.whole:
+        raise InputError("--sizes compiles nothing: leave --whole out")
+    for name in () if arguments.sizes else machines:
         compile.check_compiler(targets.target(name))
     for shape, (name, links), count, weight in itertools.product(names, machines.items(), counts, weights):
         target = targets.target(name)
@@ -56,16 +59,17 @@ def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield labels | dict(context=None, cache=None, left_out=str(error))
             continue
         counting = Counting(target, model, batch=1, new_tokens=64)
+        count_step = counting.shapes if arguments.sizes else counting.compiled if arguments.whole else counting.counted
         for context, (cache, policy) in itertools.product(contexts, policies.items()):
             labels |= dict(layers=model.config.num_hidden_layers, context=context, cache=cache, whole=arguments.whole)
             try:
-                counted = (counting.compiled if arguments.whole else counting.counted)(policy, context)
+                counted = count_step(policy, context)
             except (InputError, jax.errors.JaxRuntimeError) as error:
                 yield labels | dict(left_out=(str(error).splitlines() or [""])[0][:300])
                 continue
-            need = counted["weight_bytes"] + counted["state_bytes"] + counted["temp_bytes"]
-            sizes = dict(fits=need <= target.memory, memory=target.memory)
-            yield labels | counted | sizes | dict(ms=bounds(links, count, counted)) | versions(target)
+            need = sum(counted.get(name, 0) for name in ("weight_bytes", "state_bytes", "temp_bytes"))
+            row = labels | counted | dict(fits=need <= target.memory, memory=target.memory)
+            yield row if arguments.sizes else row | dict(ms=bounds(links, count, counted)) | versions(target)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -78,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--context", default="131072,1048576", help="tokens (default: %(default)s)")
     parser.add_argument("--cache", default="full,clustered,coded", help="default: %(default)s")
     parser.add_argument("--whole", action="store_true", help="compile all layers")
+    parser.add_argument("--sizes", action="store_true", help="compile nothing: bytes of weights, cache and pages alone")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where scale.jsonl and scale.md are, and go")
     arguments = parser.parse_args(argv)
     compile.without_devices(MOST_DEVICES)

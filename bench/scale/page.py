@@ -30,7 +30,9 @@ TEXT = """# One decode step on 1, 2, 4 and 8 devices
   one layer is compiled and one of two; what the second layer adds is counted for all layers of its kind. Temporary memory is
   the largest of these programs'.
 * *cache*: keys, values and digests on the device. *pool*: pages in this device's share of host memory, in all N times that.
-* *fits*: whether weights, cache and temporary memory fit the device; prefill needs more.
+* *fits*: whether weights, cache and temporary memory fit the device; prefill needs more. A model that does not fit is counted
+  all the same: *GiB weights* and *GiB cache* are what a device would need.
+* Rows without *GFLOP* come from `--sizes`, which compiles nothing: their bytes are those of the arrays' shapes.
 * *device*, *host*: bytes that a step moves in the device's memory, and from host memory, where no page is there already.
 * *summed*: bytes of the arrays that a step sums over the devices, *sums*: how many such sums of activations.
 * *ms*: these bytes, or operations, at the peak rate of the link; nothing reaches it. *tokens/s*: of the longest of the four.
@@ -48,7 +50,9 @@ def key_of(row: dict[str, Any]) -> tuple:
 
 
 def add(folder: Path, row: dict[str, Any]) -> None:
-    """Puts a row into the file of a folder, in place of one with the same key, and makes the page again.
+    """Puts a row into the file of a folder, in place of one with the same key, and makes the page of all rows.
+
+    A row of bytes alone does not replace a compiled one.
 
     Raises:
         InputError: the file holds other lines.
@@ -56,9 +60,11 @@ def add(folder: Path, row: dict[str, Any]) -> None:
     path = folder / ROWS
     try:
         old = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        found = {key_of(x): x for x in [*old, row]}
+        found = {key_of(x): x for x in old}
     except (ValueError, AttributeError) as error:
         raise InputError(f"{path} must hold the rows of bench.scale: {error}; move it away") from None
+    if "ms" in row or "left_out" in row or "ms" not in found.get(key_of(row), {}):
+        found[key_of(row)] = row
     ordered = sorted(found.values(), key=lambda x: [(value is None, str(type(value)), value) for value in key_of(x)])
     path.write_text("".join(json.dumps(x) + "\n" for x in ordered))
     (folder / PAGE).write_text("\n".join(lines(ordered)))
@@ -70,7 +76,7 @@ def lines(found: list[dict[str, Any]]) -> Iterator[str]:
     versions = sorted({f"jax {row['jax']}, {row['plugin']}" for row in found if "jax" in row})
     yield TEXT.format(versions="; ".join(versions), sources="\n".join(f"* {MACHINES[name].sources}." for name in used))
     checked = {key_of(row)[:-1] for row in found if row.get("whole")}
-    counted = [row for row in found if "ms" in row and key_of(row)[:-1] not in checked]
+    counted = [row for row in found if "weight_bytes" in row and key_of(row)[:-1] not in checked]
     for shape, context, target in dict.fromkeys((row["shape"], row["context"], row["target"]) for row in counted):
         yield f"## {shape}, {context:,} tokens, {MACHINES[target].title}\n"
         same = [row for row in counted if (row["shape"], row["context"], row["target"]) == (shape, context, target)]
@@ -81,21 +87,27 @@ def lines(found: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _cells(row: dict[str, Any]) -> list[object]:
-    ms = row["ms"]
+    compiled, ms = "ms" in row, row.get("ms", {})
+
+    def scaled(name: str, unit: float, form: str) -> str | None:
+        return format(row[name] / unit, form) if name in row else None
+
     return [
         row["devices"],
         row["weights"],
         row["cache"],
-        *(f"{row[name] / 2**30:.2f}" for name in ("weight_bytes", "state_bytes")),
-        f"{row['temp_bytes'] / 2**20:.0f}",
+        scaled("weight_bytes", 2**30, ".2f"),
+        scaled("state_bytes", 2**30, ".2f"),
+        scaled("temp_bytes", 2**20, ".0f"),
         "yes" if row["fits"] else "**no**",
-        f"{row['pool_bytes'] / 2**30:.2f}",
-        f"{row['flops'] / 1e9:.1f}",
-        f"{row['device_bytes'] / 1e9:.2f}",
-        *(f"{row[name] / 1e6:.1f}" for name in ("host_bytes", "collective_bytes")),
-        round(row["sums"]),
-        *(f"{ms[name]:.2f}" for name in ("memory", "host", "link", "flops")),
-        f"{1000 / max(ms.values()):.0f}" if row["fits"] else None,
+        scaled("pool_bytes", 2**30, ".2f"),
+        scaled("flops", 1e9, ".1f"),
+        scaled("device_bytes", 1e9, ".2f"),
+        scaled("host_bytes", 1e6, ".1f"),
+        scaled("collective_bytes", 1e6, ".1f"),
+        scaled("sums", 1, ".0f"),
+        *(f"{ms[name]:.2f}" if compiled else None for name in ("memory", "host", "link", "flops")),
+        f"{1000 / max(ms.values()):.0f}" if compiled and row["fits"] else None,
     ]
 
 

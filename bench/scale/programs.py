@@ -22,7 +22,6 @@ COUNTERS = "s32"  # the counters of a step are summed too; `sums` leaves them ou
 
 def figures(target: Target, step: Step, *, devices: int) -> dict[str, Any]:
     """Returns what one device has, computes and moves in a step; bytes of collectives are those of their results."""
-    weights, state, pool = step.arguments
     options = compiler_options.OPTIONS.get(target.platform, {})
     compiled = compile_for(target, step.program, step.arguments, options, devices)
     module, scopes = hlo.parse(compiled.hlo), scope_of(compiled.hlo, list(step.leaves))
@@ -31,11 +30,8 @@ def figures(target: Target, step: Step, *, devices: int) -> dict[str, Any]:
     else:
         works = work.of_tpu(module, scopes)
     crossing = hlo.collectives(module)
-    pages = jax.tree.leaves(shares(pool))
-    return dict(
-        weight_bytes=nbytes(shares(weights)),
-        state_bytes=nbytes(shares(state)),
-        pool_bytes=nbytes(shares(pool)),
+    pages = jax.tree.leaves(shares(step.arguments[-1]))
+    return sizes(step) | dict(
         temp_bytes=compiled.memory.temp_size_in_bytes,
         flops=compiled.flops,
         device_bytes=sum(times * x.traffic.device for x, times in work.flat(works)),
@@ -45,6 +41,12 @@ def figures(target: Target, step: Step, *, devices: int) -> dict[str, Any]:
         other_collectives=sum(opcode != "all-reduce" for opcode, _ in crossing),
         pool_copies=sum(len(hlo.pool_copies(module, x.shape, x.dtype.itemsize)) for x in pages),
     )
+
+
+def sizes(step: Step) -> dict[str, int]:
+    """Returns the bytes of the arrays that one device has in a step, from their shapes alone."""
+    weights, state, pool = (nbytes(shares(arrays)) for arrays in step.arguments)
+    return dict(weight_bytes=weights, state_bytes=state, pool_bytes=pool)
 
 
 class Counting:
@@ -73,15 +75,22 @@ class Counting:
             total = {name: total[name] + len(of_kind) * (program[name] - without[name]) for name in total}
         return total | dict(temp_bytes=max(x["temp_bytes"] for x in (*ones.values(), *twos.values())))
 
+    def shapes(self, policy: CachePolicy, context: int) -> dict[str, int]:
+        """Returns the bytes of a step of all layers; nothing is compiled."""
+        return sizes(self._step(policy, context, None))
+
     def compiled(self, policy: CachePolicy, context: int, layers: list[int] | None = None) -> dict[str, Any]:
         """Returns the figures of a step of some layers, by default of all."""
-        sizes = self._sizes | dict(context=context, backend=None, layers=layers)
-        step = decode_step(self._model, policy, self._target, **sizes)
+        step = self._step(policy, context, layers)
         all_layers = self._model.config.layers
         key = step.plan, tuple(all_layers[i] for i in (range(len(all_layers)) if layers is None else layers))
         if key not in self._compiled:
             self._compiled[key] = figures(self._target, step, devices=size(self._model.mesh))
         return self._compiled[key]
+
+    def _step(self, policy: CachePolicy, context: int, layers: list[int] | None) -> Step:
+        options = self._sizes | dict(context=context, backend=None, layers=layers)
+        return decode_step(self._model, policy, self._target, **options)
 
     def _kinds(self, policy: CachePolicy, context: int) -> list[tuple]:
         sizes = dict(batch_size=self._sizes["batch"], prompt_tokens=context, new_tokens=self._sizes["new_tokens"])

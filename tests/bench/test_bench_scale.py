@@ -77,6 +77,27 @@ def test_rows_replace_earlier_ones_and_make_the_page(tmp_path):
     assert text.count("| 8 | int4 |") == 1  # steps that were compiled whole are checks alone
 
 
+def test_sizes_alone_are_those_of_the_shapes(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(compile, "without_devices", lambda count: None)
+    monkeypatch.setattr(programs, "compile_for", lambda *_: pytest.fail("a program is compiled"))
+    line = "--sizes --shape attention --layers 2 --devices 1 --target h100 --context 4096 --cache full,clustered --out"
+    assert command.main([*line.split(), str(tmp_path)]) == 0
+    full, clustered = map(json.loads, capsys.readouterr().out.splitlines())
+    layer = 2 * 512 * 32 * 128 + 2 * 512 * 8 * 128 + 3 * 512 * 512 + 2 * 512  # queries, output; keys, values; MLP; norms
+    assert full["weight_bytes"] == clustered["weight_bytes"] == 2 * (256 * 512 + 512 + 2 * layer)
+    token = 2 * 2 * 2 * 8 * 128  # bytes of keys and values in two layers
+    assert 1 < full["state_bytes"] / (4096 * token) < 1.1 and full["pool_bytes"] == 0 and full["fits"]
+    assert "flops" not in full and "ms" not in full
+    assert "| 1 | bfloat16 | full | 0.02 | 0.03 | - | yes | 0.00 | - | - |" in (tmp_path / "scale.md").read_text()
+
+
+def test_sizes_alone_do_not_replace_a_compiled_row(tmp_path):
+    alone = {name: value for name, value in ROW.items() if name not in ("ms", "flops", "temp_bytes", "jax", "plugin")}
+    for row in (alone, ROW, alone):
+        page.add(tmp_path, row)
+    assert (tmp_path / "scale.jsonl").read_text() == json.dumps(ROW) + "\n"
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -84,6 +105,7 @@ def test_rows_replace_earlier_ones_and_make_the_page(tmp_path):
         ("--devices 3", "--devices must be of 1, 2, 4, 8, got 3"),
         ("--weights nf4", "--weights must be of plain, int8, fp8, int4, got 'nf4'"),
         ("--shape llama", "--shape must be of "),
+        ("--sizes --whole", "--sizes compiles nothing: leave --whole out"),
     ],
 )
 def test_bad_options_are_one_line(capsys, monkeypatch, line, message):

@@ -37,12 +37,15 @@ CONTAINER = fields(
     resources=fields({"limits": each(QUANTITY)}),
     volumeMounts=items(fields({"name": NAME, "mountPath": TEXT}, readOnly=FLAG)),
 )
+CLAIM = fields({"name": NAME, "persistentVolumeClaim": fields({"claimName": NAME})})
+IN_MEMORY = fields({"name": NAME, "emptyDir": fields({"medium": {"const": "Memory"}, "sizeLimit": QUANTITY})})
 POD = fields(
     {"containers": items(CONTAINER)},
     restartPolicy={"enum": ["Always", "OnFailure", "Never"]},
     nodeSelector=each(TEXT),
     terminationGracePeriodSeconds=PLAIN,
-    volumes=items(fields({"name": NAME, "persistentVolumeClaim": fields({"claimName": NAME})})),
+    securityContext=fields({}, fsGroup=PLAIN),
+    volumes=items({"oneOf": [CLAIM, IN_MEMORY]}),
 )
 TEMPLATE = fields({"spec": POD}, metadata=fields({}, labels=each(TEXT), annotations=each(TEXT)))
 METADATA = fields({"name": NAME}, annotations=each(TEXT), labels=each(TEXT))
@@ -65,6 +68,16 @@ SPECS = {
         completions=PLAIN,
         parallelism=PLAIN,
         backoffLimitPerIndex=PLAIN,
+        podFailurePolicy=fields(
+            {
+                "rules": items(
+                    fields(
+                        {"action": {"enum": ["FailJob", "FailIndex", "Ignore", "Count"]}},
+                        onPodConditions=items(fields({"type": TEXT})),
+                    )
+                )
+            }
+        ),
     ),
     ("ray.io/v1", "RayJob"): fields(
         {"entrypoint": TEXT, "rayClusterSpec": CLUSTER}, backoffLimit=PLAIN, shutdownAfterJobFinishes=FLAG

@@ -1,13 +1,16 @@
 """The manifests of `deploy/`: their fields are those of their kinds, and icejax takes their commands."""
 
 import copy
+import re
 import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from icejax.commands import options, serve
 from icejax.commands.many.run import check, shard
@@ -48,6 +51,23 @@ def test_fields_are_those_of_their_kinds(file):
         for pod in pods(manifest):
             volumes = {volume["name"] for volume in pod.get("volumes", [])}
             assert {mount["name"] for c in pod["containers"] for mount in c.get("volumeMounts", [])} == volumes
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_who_writes_files_is_the_user_of_the_image(file):
+    [user] = re.findall(r"^USER (\d+)$", (FOLDER.parent / "Containerfile").read_text(), re.MULTILINE)
+    for pod in (pod for manifest in manifests(file.name) for pod in pods(manifest)):
+        mounts = [mount for container in pod["containers"] for mount in container["volumeMounts"]]
+        if not all(mount.get("readOnly") for mount in mounts if mount["name"] == "documents"):
+            assert pod["securityContext"]["fsGroup"] == int(user)
+
+
+@pytest.mark.parametrize(("name", "cluster"), [("ray-job.yaml", "rayClusterSpec"), ("ray-service.yaml", "rayClusterConfig")])
+def test_rays_version_is_one_that_icejax_takes(name, cluster):
+    extras = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    [ray] = [need for need in map(Requirement, extras["ray"]) if need.name == "ray"]
+    [manifest] = manifests(name)
+    assert ray.specifier.contains(manifest["spec"][cluster]["rayVersion"])
 
 
 def test_a_misspelt_field_is_refused():
