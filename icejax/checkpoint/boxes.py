@@ -1,6 +1,6 @@
 """Boxes of arrays, a slice per axis: a device's share of a tensor is read from a file without the rest.
 
-The readers of safetensors and GGUF files call `read`.
+The readers of safetensors and GGUF files call `read`, that of Orbax folders `chunk_shape`.
 
 Example: the box (0:2, 4:6) of a matrix f32[8, 6] is the bytes 16 to 24 and 40 to 48.
 """
@@ -17,6 +17,8 @@ import numpy as np
 from icejax.checkpoint import aligned
 
 Box = tuple[slice, ...]  # with both bounds, from 0 to an axis's size, and without steps
+PARTS = 8  # chunks down and across a matrix: half, a quarter or an eighth of it is read without the rest
+LEAST_BYTES = 2**16  # of a chunk that has a part of the columns: more chunks would cost more time than reading them
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -32,6 +34,24 @@ def sizes(box: Box) -> tuple[int, ...]:
 def within(box: Box, outer: Box) -> Box:
     """Returns a box as a box of `outer`, which contains it."""
     return tuple(slice(axis.start - other.start, axis.stop - other.start) for axis, other in zip(box, outer, strict=True))
+
+
+def chunk_shape(shape: Sequence[int], item: int) -> tuple[int, ...]:
+    """Returns the shape of the chunks in which an array is stored that is to be read in boxes.
+
+    A chunk has an eighth of a matrix's rows, of whose columns it has an eighth or all, by its size. Of the matrices of all
+    experts it has a part of one, and it has a vector whole.
+
+    Args:
+        shape: shape of the array.
+        item: bytes of a number.
+    """
+    if len(shape) < 2:
+        return tuple(max(size, 1) for size in shape)
+    rows, columns = (max(-(-size // PARTS), 1) for size in shape[-2:])
+    if rows * columns * item < LEAST_BYTES:
+        columns = max(shape[-1], 1)
+    return (*(1,) * (len(shape) - 2), rows, columns)
 
 
 def read(stream: RawIOBase, start: int, shape: Sequence[int], dtype: np.dtype, box: Box | None = None) -> np.ndarray:

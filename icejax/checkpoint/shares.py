@@ -25,8 +25,8 @@ from icejax.checkpoint.tensors import Tensors
 def are_readable(tensors: Tensors, key: str, axis: int) -> bool:
     """Says whether a share of a parameter, which is cut along `axis`, can be read without the rest.
 
-    It cannot if rows are rounded whose scale comes from all of their columns, in an Orbax folder, or in a tensor of all experts
-    that holds codes or whose rows alternate between projections.
+    It cannot if rows are rounded whose scale comes from all of their columns, in a tensor of one chunk (of an older Orbax
+    folder), or in a tensor of all experts that holds codes or whose rows alternate between projections.
     """
     mapping = tensors.mappings[key]
     sources = [tensors.sources[stored_key] for stored_key in mapping.keys]

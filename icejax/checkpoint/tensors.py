@@ -108,17 +108,12 @@ class Tensors:
         return layout, *(part.removeprefix(layout.prefix(key)) for part in self.sources[key].parts if part in self.stored)
 
     def about(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Returns the shape and dtype, as safetensors names it, of each tensor that `written` yields, by key."""
+        """Returns the shape and dtype, as safetensors names it, of each tensor that `pieces` yields, by key."""
         stored = {key: (tensor.shape, tensor.dtype) for key, tensor in self.stored.items()}
         by_source = (
             source.about({part: stored[part] for part in source.parts if part in stored}) for source in self.sources.values()
         )
         return {key: entry for entries in by_source for key, entry in entries.items()}
-
-    def written(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields key and array of each tensor of a folder with these parameters; the parts of one tensor are read at a time."""
-        for key, source in self.sources.items():
-            yield from source.written(self.parts(key)).items()
 
     def parts(self, key: str) -> dict[str, np.ndarray]:
         """Reads the stored parts of the tensor `key`."""
@@ -229,8 +224,8 @@ def stored_tensors(folder: Path, *, as_codes: bool = False) -> Iterator[tuple[st
         from icejax.checkpoint.readers import orbax  # takes most of a second to import
 
         for key, about in orbax.stored(path).items():
-            dtype = NAMES.get(str(about.dtype), str(about.dtype))
-            yield key, Stored(tuple(about.shape), dtype, functools.partial(orbax.read, path, key, about), in_boxes=False)
+            dtype, read = NAMES.get(str(about.dtype), str(about.dtype)), functools.partial(orbax.read, path, key, about)
+            yield key, Stored(about.shape, dtype, read, in_boxes=about.in_boxes)
     else:
         for key, file, shape, dtype in huggingface.keys(huggingface.shards(folder)):
             yield key, Stored(shape, dtype, functools.partial(huggingface.read_tensor, file, key))

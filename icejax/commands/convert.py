@@ -31,11 +31,13 @@ def _run(argv: list[str] | None, name: str, to: str | None) -> None:
     parser.add_argument("target", metavar="DST", type=Path)
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id (default: main)")
     parser.add_argument("--quantize", metavar="METHOD", help="round matrices to int8, fp8 or int4, as compressed-tensors")
+    mesh_help = "each of N devices reads, rounds and writes a part of every tensor's rows"
+    parser.add_argument("--mesh", metavar="heads=N", help=mesh_help)
     parser.add_argument("--force", action="store_true", help="replace DST if it is a checkpoint folder")
     arguments = parser.parse_args(argv)
     source = resolve(arguments.source, revision=arguments.revision)
     to_hf = to == "hf" or (to is None and (source / ORBAX).is_dir())
-    advice = "convert on a machine with more memory: two of the largest tensors are in memory at once"
+    advice = "convert with --mesh, or on a machine with more memory: two of the largest tensors are in memory at once"
     with report_out_of_memory(advice, None), progress(Console(stderr=True)) as bars:
         bar = bars.add_task("convert", total=None)
 
@@ -43,7 +45,8 @@ def _run(argv: list[str] | None, name: str, to: str | None) -> None:
             bars.update(bar, completed=done, total=total, description=key)
 
         convert = orbax_to_hf if to_hf else hf_to_orbax
-        convert(source, arguments.target, quantize=arguments.quantize, force=arguments.force, progress=show_progress)
+        options = dict(quantize=arguments.quantize, force=arguments.force, mesh=arguments.mesh)
+        convert(source, arguments.target, progress=show_progress, **options)
     size = sum(file.stat().st_size for file in arguments.target.rglob("*") if file.is_file())
     form = "a Hugging Face" if to_hf else "an icejax (Orbax)"
     print(f"wrote {arguments.target}: {form} folder of {size / 2**20:.1f} MiB")

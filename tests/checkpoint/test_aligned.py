@@ -36,7 +36,7 @@ def test_a_cast_keeps_values_and_is_aligned(shape, dtype):
 
 def test_a_file_that_ends_early_is_refused(tmp_path, monkeypatch):
     file = tmp_path / "model.safetensors"
-    huggingface.write(tmp_path, {"x": ((4, 4), "F32")}, [("x", np.ones((4, 4), np.float32))])
+    huggingface.write(tmp_path, {"x": ((4, 4), "F32")}, [("x", 0, np.ones((4, 4), np.float32))])
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(huggingface.InputError, match="not a whole safetensors file"):
         huggingface.read_tensor(file, "x")

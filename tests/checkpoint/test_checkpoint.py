@@ -250,7 +250,8 @@ def test_round_trip_is_bit_exact_and_transformers_loads_it(folder, tmp_path, cap
 
 def test_large_checkpoints_are_written_in_shards_with_an_index(tmp_path):
     tensors = {name: np.full((10, 10), i, np.float32) for i, name in enumerate("abcde")}
-    huggingface.write(tmp_path, dict.fromkeys(tensors, ((10, 10), "F32")), reversed(tensors.items()), shard_bytes=1000)
+    pieces = [(key, start, tensors[key][start : start + 6]) for key in reversed(tensors) for start in (6, 0)]
+    huggingface.write(tmp_path, dict.fromkeys(tensors, ((10, 10), "F32")), pieces, shard_bytes=1000)
     files = huggingface.shards(tmp_path)
     assert [f.name for f in files] == [f"model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
     for key, file, _, _ in huggingface.keys(files):
@@ -310,7 +311,8 @@ def test_a_conversion_without_memory_is_one_line(folder, tmp_path, capsys, monke
     monkeypatch.setattr(huggingface, "read_tensor", raise_memory_error)
     assert convert("hf_to_orbax", [str(folder), str(tmp_path / "orbax")]) == 2
     message = (
-        "out of memory on the host: convert on a machine with more memory: two of the largest tensors are in memory at once\n"
+        "out of memory on the host: convert with --mesh, or on a machine with more memory: two of the largest tensors are in "
+        "memory at once\n"
     )
     assert capsys.readouterr().err == f"convert.hf_to_orbax: error: {message}" and os.listdir(tmp_path) in ([], [folder.name])
 

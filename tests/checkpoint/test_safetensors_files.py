@@ -54,7 +54,8 @@ def test_other_dtypes_are_refused_before_a_tensor_is_read(folder, monkeypatch, d
 def test_an_icejax_folder_of_other_dtypes_is_refused_too(folder):
     stored = load_file(folder / "model.safetensors")
     stored[KEY] = stored[KEY].astype(np.int32)
-    orbax.save(folder / "orbax", {key: (x.shape, "F32") for key, x in stored.items()}, stored.items())
+    about, pieces = {key: (x.shape, "F32") for key, x in stored.items()}, [(key, 0, x) for key, x in stored.items()]
+    orbax.save(folder / "orbax", about, pieces, most_bytes=1000)
     with pytest.raises(InputError, match=f"{KEY}: dtype I32 is not supported: expected F32, F16, BF16"):
         load_model(folder)
 

@@ -123,7 +123,7 @@ def test_shares_of_tensors_that_hold_several_matrices():
     ],
 )
 def test_what_needs_the_whole_is_read_whole(method, columns, in_boxes, readable):
-    """A row that is rounded with one scale takes it from all of its columns; Orbax reads whole tensors."""
+    """A row that is rounded with one scale takes it from all of its columns; older Orbax folders have whole tensors."""
     shape = (16, columns)
     array = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     sources = formats.sources({}, {UP: shape, DOWN: shape}, rounding=METHODS[method])

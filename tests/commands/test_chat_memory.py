@@ -28,7 +28,7 @@ def half_a_gigabyte(tmp_path_factory):
     (folder / "chat_template.jinja").write_text(BUNDLED)
     families.edit_config(folder, **SIZES, dtype="float32")
     parameters, noise = abstract(read_config(folder), "float32")[1], np.random.default_rng(0)
-    weights = ((key, 0.02 * noise.standard_normal(x.shape, np.float32)) for key, x in parameters.items())
+    weights = ((key, 0, 0.02 * noise.standard_normal(x.shape, np.float32)) for key, x in parameters.items())
     huggingface.write(folder, {key: (x.shape, "F32") for key, x in parameters.items()}, weights)
     return folder
 

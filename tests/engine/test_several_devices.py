@@ -45,7 +45,7 @@ def on_devices(*names) -> list[dict]:
 def test_several_devices_decode_as_one(name):
     (result,) = on_devices(name)
     raw, cache, _, devices = CASES[name]
-    assert result["same_answers"] and result["same_tokens"] and result["error"] < TOLERANCE[name]
+    assert result["same_answers"] and result["same_weights"] and result["same_tokens"] and result["error"] < TOLERANCE[name]
     # What is fetched is rounded up to whole slots on each device, in each layer.
     attended, fetched, needed, *others = result["counts"]
     most = devices * raw["num_hidden_layers"]

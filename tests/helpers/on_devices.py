@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 import icejax
 from icejax.cache.options import make_policy
 from icejax.checkpoint import boxes
+from icejax.checkpoint.convert import hf_to_orbax
 from icejax.checkpoint.load import abstract, load_model, read_config
 from icejax.checkpoint.tensor_mapping import tensor_mappings
 from icejax.engine.decode.step import DecodePrograms
@@ -30,6 +31,7 @@ from icejax.engine.units.job import PrefillJob
 from icejax.engine.units.sizes import UnitSizes
 from icejax.models.registry import family
 from icejax.runtime import devices
+from tests.helpers.checkpoints import same_arrays
 from tests.helpers.letters import Letters
 from tests.helpers.run import plan_for
 
@@ -106,6 +108,8 @@ CASES = {
     "norms": (NORMS, "quest", dict(budget=64), 4),
 }
 WEIGHTS = {"int4": dict(quantize="int4")}  # options of loading
+# Cases whose model on several devices is read of an icejax folder too, which they have written; how its matrices are rounded.
+CONVERTED = {"full-8": None, "int4": "int4"}
 IN_UNITS = ("clustered", "sliding")  # cases whose first prompt is also prefilled in units
 COLLECTIVE = r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-[a-z]+|ragged-all-to-all)(-start)?\("
 LENGTHS, STEPS = (150, 77), 40  # of the prompts, and steps: two pages become full, and one round is compacted
@@ -196,11 +200,15 @@ def compared(name: str, over: int | None = None) -> dict:
     Args:
         over: number of devices of several processes, where no prompt is prefilled in units; None: one process has the case's.
     """
-    (raw, cache, options, count), in_units = CASES[name], []
+    (raw, cache, options, count), in_units, same_weights = CASES[name], [], True
     meshes = (None, over or count)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as parent:
         path, policy = checkpoint(raw, Path(folder)), make_policy(cache, options)
         (one, stored), (several, read) = (load_counting(path, mesh=mesh, **WEIGHTS.get(name, {})) for mesh in meshes)
+        if name in CONVERTED and over is None:
+            hf_to_orbax(path, Path(parent) / "orbax", quantize=CONVERTED[name], mesh=count)
+            of_safetensors, several = several, load_model(Path(parent) / "orbax", mesh=count)
+            same_weights = same_arrays(of_safetensors, several)
         models, [vocabulary, *_] = (one, several), several.model.embed_tokens.weight[...].addressable_shards
         one, several = (decode(model, policy) for model in models)
         if name in IN_UNITS and over is None:
@@ -211,6 +219,7 @@ def compared(name: str, over: int | None = None) -> dict:
     return dict(
         error=max(float(np.abs(several["logits"] - one["logits"]).max()), *in_units, 0.0),
         same_answers=same_answers,
+        same_weights=same_weights,
         same_tokens=not difference[:, 0].any(),
         counts=difference[:, 1:].max((0, 2)).tolist(),
         attended=int(one["counters"][:, 1].sum()),

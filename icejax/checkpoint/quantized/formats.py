@@ -97,18 +97,15 @@ class Source:
         return self.layout.codes(shape if window is None else window, parts)
 
     def about(self, stored: dict[str, tuple[Shape, str]]) -> dict[str, tuple[Shape, str]]:
-        """Returns shape and dtype of each tensor that `written` returns, from shape and dtype of each stored tensor."""
+        """Returns shape and dtype of each tensor that `rounded` returns, from shape and dtype of each stored tensor."""
         if self.method is None:
             return stored
         return {f"{self.layout.prefix(self.key)}{name}": entry for name, entry in self.layout.about(self.shape).items()}
 
-    def written(self, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Returns the tensors to write: the stored ones, or the codes of the rounded parameter, which `tensors` then loses."""
-        if self.method is None:
-            return tensors
-        prefix = self.layout.prefix(self.key)
-        codes = self.method.rounded(tensors.pop(self.key))
-        return {f"{prefix}{name}": part for name, part in self.layout.stored(codes).items()}
+    def rounded(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the tensors to write of some rows of a matrix that is rounded, by key."""
+        prefix, codes = self.layout.prefix(self.key), self.method.rounded(rows)
+        return {f"{prefix}{name}": part for name, part in self.layout.stored(codes, self.shape).items()}
 
 
 def method(raw: dict[str, Any]) -> str | None:

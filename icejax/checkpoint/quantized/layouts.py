@@ -170,8 +170,8 @@ class Plain(Layout):
         scale = self.scale(parts[self.scale_name], shape)
         return QuantizedMatrix(parts["weight"], scale, None if zero is None else self.spread(zero, shape))
 
-    def stored(self, matrix: QuantizedMatrix) -> dict[str, np.ndarray]:
-        """Returns the stored tensors of symmetric codes, with scales in bfloat16."""
+    def stored(self, matrix: QuantizedMatrix, shape: Shape) -> dict[str, np.ndarray]:
+        """Returns the stored tensors of symmetric codes, with scales in bfloat16, of rows of a matrix of `shape`."""
         return {"weight": matrix.codes, self.scale_name: matrix.scale.astype(ml_dtypes.bfloat16)}
 
 
@@ -215,12 +215,12 @@ class Packed(Layout):
             zero = self.spread(signed(stored, self.bits), shape)
         return QuantizedMatrix(codes, self.scale(parts["weight_scale"], shape), zero, self.bits)
 
-    def stored(self, matrix: QuantizedMatrix) -> dict[str, np.ndarray]:
-        """Returns the stored tensors of symmetric codes, with scales in bfloat16."""
+    def stored(self, matrix: QuantizedMatrix, shape: Shape) -> dict[str, np.ndarray]:
+        """Returns the stored tensors of symmetric codes, with scales in bfloat16, of rows of a matrix of `shape`."""
         return {
             "weight_packed": pack(matrix.codes.view(np.uint8) + np.uint8(2 ** (self.bits - 1)), self.bits),
             "weight_scale": matrix.scale.astype(ml_dtypes.bfloat16),
-            "weight_shape": np.array(matrix.codes.shape, np.int64),
+            "weight_shape": np.array(shape, np.int64),
         }
 
 

@@ -121,15 +121,15 @@ def size(shape: tuple[int, ...], dtype: str) -> int:
 def write(
     folder: Path,
     about: Mapping[str, tuple[tuple[int, ...], str]],
-    tensors: Iterable[tuple[str, np.ndarray]],
+    pieces: Iterable[tuple[str, int, np.ndarray]],
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes tensors one by one, in any order, into one file, or into shards of at most `shard_bytes` with an index.
+    """Writes tensors piece by piece, in any order, into one file, or into shards of at most `shard_bytes` with an index.
 
     Args:
         about: shape and dtype of each tensor, by key.
-        tensors: key and array of each tensor.
+        pieces: key of a tensor, its first row that is written, and the rows.
         shard_bytes: the largest size of a shard; a larger tensor has a shard of its own.
     """
     sizes = {key: size(*entry) for key, entry in about.items()}
@@ -143,13 +143,13 @@ def write(
     offsets: dict[str, tuple[Path, int]] = {}
     for name, group in zip(names, groups, strict=True):
         offsets |= _begin(folder / name, {key: about[key] for key in group})
-    for key, tensor in tensors:
-        assert (tensor.shape, tensor.dtype) == (about[key][0], DTYPES[about[key][1]])
-        file, offset = offsets[key]
+    for key, start, array in pieces:
+        (shape, dtype), (file, offset) = about[key], offsets[key]
+        assert (array.shape[1:], array.dtype) == (shape[1:], DTYPES[dtype])
         with file.open("r+b") as stream:
-            stream.seek(offset)
-            stream.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
-        del tensor  # else two tensors are in memory while the next is made
+            stream.seek(offset + start * size(shape[1:], dtype))
+            stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        del array  # else two pieces are in memory while the next is made
     if not single:
         weight_map = {key: name for name, group in zip(names, groups, strict=True) for key in group}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}

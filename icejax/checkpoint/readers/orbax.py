@@ -1,6 +1,7 @@
 """icejax's own checkpoint folder: the tensors of a Hugging Face folder, under the same keys, in an Orbax checkpoint.
 
-`icejax.checkpoint.tensors` and `icejax.checkpoint.convert` call it. A tensor keeps its stored shape and dtype.
+`icejax.checkpoint.tensors` and `icejax.checkpoint.convert` call it. A tensor keeps its stored shape and dtype; it is stored in
+chunks (`boxes.chunk_shape`), so that a box of it is read without the rest. Tensors of older folders are one chunk each.
 """
 
 from __future__ import annotations
@@ -11,15 +12,21 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 
-from icejax.checkpoint.readers import huggingface
+from icejax.checkpoint import boxes
+from icejax.checkpoint.boxes import Box
 from icejax.checks.errors import InputError
 from icejax.checks.json_file import MOST_BYTES
 
+About = Mapping[str, tuple[tuple[int, ...], str]]  # shape and dtype of each tensor, by key
+NODE_BYTES = 2**18  # of the index: every write replaces the nodes that lead to its chunks, and leaves the old ones in the file
+BATCH_BYTES = 2**20  # smaller pieces are written together
 DATA = "d"  # the subfolder with the tensors' bytes, whose files are read in parts
 
 
@@ -27,15 +34,31 @@ class _Placeholder:
     """Stands for a tensor that is made when Orbax writes it."""
 
 
-class _OneByOne(ocp.type_handlers.NumpyHandler):
-    """Writes each tensor to its end before the next is made; small tensors are written together.
+class Stored(NamedTuple):
+    """A tensor of a checkpoint.
 
-    A write makes a file and an index, which take longer than a small tensor: tensors of up to `max_bytes` share one write.
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+        in_boxes: whether a box of it is read without the rest.
+        info: where Orbax has it.
     """
 
-    def __init__(self, tensors: Iterable[tuple[str, np.ndarray]], max_bytes: int) -> None:
-        super().__init__(deepcopy_host_arrays=False)
-        self._tensors, self._max_bytes = tensors, max_bytes
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    in_boxes: bool
+    info: ocp.type_handlers.ParamInfo
+
+
+class _OneByOne(ocp.type_handlers.NumpyHandler):
+    """Writes each piece of a tensor to its end before the next is made; small ones are written together.
+
+    A write makes a file and an index, which take longer than a small piece: pieces of up to `most_bytes` share one write.
+    """
+
+    def __init__(self, about: About, pieces: Iterable[tuple[str, int, np.ndarray]], most_bytes: int) -> None:
+        super().__init__()
+        self._about, self._pieces, self._most_bytes = about, pieces, most_bytes
 
     async def serialize(
         self,
@@ -43,32 +66,45 @@ class _OneByOne(ocp.type_handlers.NumpyHandler):
         infos: Sequence[ocp.type_handlers.ParamInfo],
         args: Sequence[ocp.SaveArgs] | None = None,
     ) -> list[ocp.future.Future]:
-        places = {info.name: (info, how) for info, how in zip(infos, args, strict=True)}
-        batch: dict[str, np.ndarray] = {}
-        for key, tensor in self._tensors:
-            if sum(array.nbytes for array in batch.values()) + tensor.nbytes > self._max_bytes:
-                await self._write(batch, places)
-                batch = {}
-            batch[key] = tensor
-            del tensor  # else two tensors are in memory while the next is made
-        await self._write(batch, places)
+        places = {info.name: info for info in infos}
+        batch: list[tuple[ocp.type_handlers.ParamInfo, int, np.ndarray]] = []
+        for key, start, array in self._pieces:
+            if sum(part.nbytes for *_, part in batch) + array.nbytes > self._most_bytes:
+                await asyncio.gather(*(self._write(*entry) for entry in batch))
+                batch.clear()
+            batch.append((places[key], start, array))
+            del array  # else two pieces are in memory while the next is made
+        await asyncio.gather(*(self._write(*entry) for entry in batch))
         return []
 
-    async def _write(self, batch: dict[str, np.ndarray], places: dict[str, tuple]) -> None:
-        infos, args = zip(*(places[key] for key in batch), strict=True)
-        for future in await super().serialize(list(batch.values()), infos, args):
-            future.result()
+    async def _write(self, info: ocp.type_handlers.ParamInfo, start: int, array: np.ndarray) -> None:
+        await info.await_path_creation()
+        (shape, _), dtype = self._about[info.name], array.dtype
+        spec = ocp.type_handlers.get_json_tspec_write(
+            info,
+            use_ocdbt=info.is_ocdbt_checkpoint,
+            global_shape=shape,
+            local_shape=boxes.chunk_shape(shape, dtype.itemsize),  # Orbax's own chunks are what one device writes
+            dtype=dtype,
+            process_index=jax.process_index(),
+        )
+        spec["kvstore"]["config"]["max_decoded_node_bytes"] = NODE_BYTES
+        target = await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
+        target = target[start : start + len(array)] if shape else target
+        await target.write(array, can_reference_source_data_indefinitely=True)
 
 
-def save(path: Path, about: Mapping[str, tuple[tuple[int, ...], str]], tensors: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Writes tensors one by one, in any order and in their own dtypes, to the new folder `path`.
+def save(path: Path, about: About, pieces: Iterable[tuple[str, int, np.ndarray]], *, most_bytes: int) -> None:
+    """Writes tensors piece by piece, in any order and in their own dtypes, to the new folder `path`.
 
     Args:
         about: shape and dtype (as safetensors names it) of each tensor, by key.
-        tensors: key and array of each tensor.
+        pieces: key of a tensor, its first row that is written, and the rows; a piece is whole chunks.
+        most_bytes: pieces of up to so many bytes are written together, or of up to `BATCH_BYTES`.
     """
-    largest = max(huggingface.size(*entry) for entry in about.values())
-    registry = ocp.type_handlers.create_type_handler_registry((_Placeholder, _OneByOne(tensors, largest)))
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (_Placeholder, _OneByOne(about, pieces, max(most_bytes, BATCH_BYTES)))
+    )
     with _finishing_writes(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
         checkpointer.save(path.absolute(), {key: _Placeholder() for key in about})
 
@@ -102,12 +138,23 @@ def _finishing_writes() -> Iterator[None]:
         log.removeFilter(silence)
 
 
-def stored(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shape and dtype of every tensor stored at `path`; InputError if it is not a whole checkpoint."""
+def stored(path: Path) -> dict[str, Stored]:
+    """Returns every tensor stored at `path`; InputError if it is not a whole checkpoint."""
     with _as_input_error(path), ocp.StandardCheckpointer() as checkpointer:
         _check_files(path)
         metadata = checkpointer.metadata(path.absolute()).item_metadata.tree
-        return {key: jax.ShapeDtypeStruct(m.shape, m.dtype) for key, m in metadata.items()}
+        in_one = ocp.type_handlers.is_ocdbt_checkpoint(path.absolute())
+        context = ocp.type_handlers.get_ts_context(use_ocdbt=in_one)  # one for all: it has the index of the chunks
+        return {key: _stored(key, path, entry, in_one, context) for key, entry in metadata.items()}
+
+
+def _stored(key: str, path: Path, entry: Any, in_one: bool, context: ts.Context) -> Stored:
+    """Returns a tensor from its entry in Orbax's metadata; `in_one` says whether all tensors are in one database."""
+    chunk, layout = entry.storage.chunk_shape, entry.storage.zarr_metadata
+    places = dict(is_ocdbt_checkpoint=in_one, use_zarr3=layout is not None and layout.zarr_format == 3)
+    info = ocp.type_handlers.ParamInfo(name=key, parent_dir=path.absolute(), ts_context=context, **places)
+    in_boxes = len(entry.shape) < 2 or 1 in entry.shape or tuple(chunk) != tuple(entry.shape)
+    return Stored(tuple(entry.shape), np.dtype(entry.dtype), in_boxes, info)
 
 
 def _check_files(path: Path) -> None:
@@ -133,15 +180,17 @@ def _as_input_error(path: Path) -> Iterator[None]:
         raise InputError(f"{path} is not a whole Orbax checkpoint ({reason}): convert it again") from None
 
 
-def read(path: Path, key: str, about: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Returns one tensor of a checkpoint as stored.
+def read(path: Path, key: str, about: Stored, box: Box | None = None) -> np.ndarray:
+    """Returns one tensor of a checkpoint as stored, or a box of it; the chunks that hold it are read.
 
     Args:
-        about: its shape and dtype, from `stored`.
+        about: the tensor, from `stored`.
+        box: the part that is read; None: all.
 
     Raises:
         InputError: the tensor cannot be read.
     """
-    restore = ocp.args.PyTreeRestore({key: about}, {key: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True)
-    with _as_input_error(path), ocp.PyTreeCheckpointer() as checkpointer:
-        return checkpointer.restore(path.absolute(), args=restore)[key]
+    with _as_input_error(path):
+        spec = ocp.type_handlers.get_json_tspec_read(about.info, use_ocdbt=about.info.is_ocdbt_checkpoint)
+        tensor = ts.open(ts.Spec(spec), open=True, context=about.info.ts_context).result()
+        return (tensor if box is None else tensor[box]).read().result()
