@@ -38,8 +38,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields a row per combination; one that cannot be compiled has the reason in its row."""
     machines = {name: machine(name) for name in arguments.target.split(",")}
     counts, contexts = numbers("--devices", arguments.devices, most=MOST_DEVICES), numbers("--context", arguments.context)
-    if wrong := [count for count in counts if count not in (1, 2, 4, 8)]:
-        raise InputError(f"--devices must be of 1, 2, 4, 8, got {wrong[0]}")
+    check_counts(counts)
     weights, caches = listed("--weights", arguments.weights, (PLAIN, *METHODS)), arguments.cache.split(",")
     names = listed("--shape", arguments.shape, tuple(shapes.SHAPES))
     for name in machines:
@@ -66,6 +65,12 @@ def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             need = counted["weight_bytes"] + counted["state_bytes"] + counted["temp_bytes"]
             sizes = dict(fits=need <= target.memory, memory=target.memory)
             yield labels | counted | sizes | dict(ms=bounds(links, count, counted)) | versions(target)
+
+
+def check_counts(counts: list[int]) -> None:
+    """Raises InputError for a number of devices that no target has."""
+    if wrong := [count for count in counts if count not in (1, 2, 4, 8)]:
+        raise InputError(f"--devices must be of 1, 2, 4, 8, got {wrong[0]}")
 
 
 def main(argv: list[str] | None = None) -> int:
