@@ -50,6 +50,8 @@ FAULTS = (
     ("runtime/channel.py", "number.to_bytes(8, \"little\") + text", "text", "runtime/test_channel.py::test_a_message_of_another_is_refused"),
     ("runtime/channel.py", "self.close()  # which tells the rest", "pass", "runtime/test_channel.py::test_the_end_of_a_process_is_told_on_both_sides"),
     ("runtime/processes.py", "if from_first(own) != own:", "if from_first(own) is None:", "commands/test_processes.py::test_calls_that_differ_are_refused"),
+    ("runtime/mesh.py", "if parts == 1 or x.shape[1] == 1:", "if parts == 1:", "engine/test_several_devices.py::test_of_a_prompt_each_device_has_the_sums_of_its_own_tokens"),
+    ("runtime/mesh.py", "place() * x.shape[2]", "0", "engine/test_several_devices.py::test_of_a_prompt_each_device_has_the_sums_of_its_own_tokens"),
     ("runtime/mesh.py", "if sizes[0] != sizes[1]]", "if sizes[0] == sizes[1]]", "engine/test_several_devices.py::test_cuts_are_where_shares_differ"),
     ("engine/prompt_logprobs.py", "tokens[first + 1 : first + 1 + BLOCK]", "tokens[first : first + BLOCK][1:]", "api/test_prompt_logprobs.py::test_they_are_those_of_exact_attention[full]"),
     ("engine/serving/prefix_cache.py", "if not ticket.request.reads_prefixes", "if False", "api/test_prompt_logprobs.py::test_a_stored_prefix_is_not_used_and_nothing_is_stored"),

@@ -39,8 +39,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields a row per combination; one that cannot be compiled has the reason in its row."""
     machines = {name: machine(name) for name in arguments.target.split(",")}
     counts, contexts = numbers("--devices", arguments.devices, most=MOST_DEVICES), numbers("--context", arguments.context)
-    if wrong := [count for count in counts if count not in (1, 2, 4, 8)]:
-        raise InputError(f"--devices must be of 1, 2, 4, 8, got {wrong[0]}")
+    check_counts(counts)
     weights, caches = listed("--weights", arguments.weights, (PLAIN, *METHODS)), arguments.cache.split(",")
     names = listed("--shape", arguments.shape, tuple(shapes.SHAPES))
     if arguments.sizes and arguments.whole:
@@ -70,6 +69,12 @@ def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             need = sum(counted.get(name, 0) for name in ("weight_bytes", "state_bytes", "temp_bytes"))
             row = labels | counted | dict(fits=need <= target.memory, memory=target.memory)
             yield row if arguments.sizes else row | dict(ms=bounds(links, count, counted)) | versions(target)
+
+
+def check_counts(counts: list[int]) -> None:
+    """Raises InputError for a number of devices that no target has."""
+    if wrong := [count for count in counts if count not in (1, 2, 4, 8)]:
+        raise InputError(f"--devices must be of 1, 2, 4, 8, got {wrong[0]}")
 
 
 def main(argv: list[str] | None = None) -> int:

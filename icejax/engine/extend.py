@@ -31,7 +31,7 @@ from icejax.engine.plan import Plan
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.models.sharding import module_cuts
 from icejax.ops.experts.offloaded_experts import with_experts_on_device
-from icejax.runtime.mesh import WHOLE, home, on_mesh
+from icejax.runtime.mesh import WHOLE, on_mesh, stream_cut, stream_parts
 
 
 def extend(
@@ -51,8 +51,6 @@ def extend(
     padded = np.zeros((1, text_bucket(len(tokens))), np.int32)
     padded[0, : len(tokens)] = tokens
     lengths, table, new = state.cache.lengths, state.cache.table, jnp.asarray([len(tokens)], jnp.int32)
-    # A layer's output is committed to the device, so the first input must be too, or the layer's program compiles twice.
-    embedded = jax.device_put(embed(model, jnp.asarray(padded)), home(plan.mesh))
     states, used = [], jnp.int32(0)
 
     def run(layer: DecoderLayer, x: jax.Array, place: LayerPlace):
@@ -61,7 +59,7 @@ def extend(
         sizes = dict(policy=plan.policies[i], spec=plan.spec_of(i))
         return _extend_layer(layer, x, lengths, new, state.cache.layers[i], pages, place.shared, **sizes)
 
-    for i, (x, (layer_state, pages, filled)) in enumerate(run_layers(model, embedded, run)):
+    for i, (x, (layer_state, pages, filled)) in enumerate(run_layers(model, embed(model, jnp.asarray(padded)), run)):
         states.append(layer_state)
         if pages is not None:
             x.block_until_ready()  # the layer's program reads the pool that the next line donates
@@ -85,13 +83,14 @@ def _extend_layer(
     shared: Shared | None, *, policy: CachePolicy, spec: CacheSpec,
 ):  # fmt: skip
     def run(layer: DecoderLayer, x: jax.Array, lengths: Lengths, new: jax.Array, state: Any, pages: PoolLayer | None, shared):
-        positions = lengths.seen[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
+        positions = lengths.seen[:, None] + jnp.arange(x.shape[1] * stream_parts(layer.mesh), dtype=jnp.int32)[None, :]
         seen = lengths.seen + new
         heads = Heads(*layer.enter(x, positions, seen)[:3], new, layer.scoring)
         outcome = policy.extend(state, heads, view_of(layer, lengths, seen, pages, shared))
         return layer.leave(x, outcome.attended)[0], (outcome.state, outcome.pages, outcome.used), outcome.shared or shared
 
     of_state, of_pages = state_cuts(policy, spec, layer.mesh), None if pages is None else pages.cuts
-    cuts = module_cuts(layer), WHOLE, WHOLE, WHOLE, of_state, of_pages, ORDER
+    stream = stream_cut(layer.mesh)
+    cuts = module_cuts(layer), stream, WHOLE, WHOLE, of_state, of_pages, ORDER
     arrays = layer, x, lengths, new, state, pages, shared
-    return on_mesh(layer.mesh, run, arrays, cuts, (WHOLE, (of_state, PAGES, WHOLE), ORDER))
+    return on_mesh(layer.mesh, run, arrays, cuts, (stream, (of_state, PAGES, WHOLE), ORDER))

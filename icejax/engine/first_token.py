@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from icejax.engine.decode.counters import pack_token
@@ -17,6 +16,7 @@ from icejax.engine.plan import Plan
 from icejax.models.decoder import CausalLM
 from icejax.models.parts.vocabulary import Ends
 from icejax.runtime import devices
+from icejax.runtime.mesh import WHOLE, stream_cut
 
 
 def choose_first(
@@ -32,7 +32,7 @@ def choose_first(
         state: the state after the texts, before any token was chosen.
     """
     # Two programs: one for each padded length, and one for each kind of sampling options.
-    return choose_from(_logits_behind(model.ends, x, lengths), state, plan)
+    return choose_from(logits_behind(model.ends, x, lengths), state, plan)
 
 
 def choose_from(logits: Float[Array, "B V"], state: DecodeState, plan: Plan) -> tuple[DecodeState, Step]:
@@ -50,5 +50,6 @@ def _choose_from(logits: jax.Array, state: DecodeState, *, plan: Plan) -> tuple[
 
 
 @jax.jit
-def _logits_behind(ends: Ends, x: jax.Array, lengths: jax.Array) -> jax.Array:
-    return ends.on_devices(Ends.logits, jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1))[:, 0]
+def logits_behind(ends: Ends, x: jax.Array, lengths: Int[Array, " B"]) -> Float[Array, "B V"]:
+    """Returns the logits of the last token of each row, from the last layer's output as `layers.embed` cuts it."""
+    return ends.on_devices(Ends.logits_behind, x, lengths, cuts=(stream_cut(ends.mesh), WHOLE))

@@ -20,14 +20,23 @@ from icejax.models.parts.latent_attention import Expanded
 from icejax.models.parts.vocabulary import Ends
 from icejax.ops.attention.causal import causal
 from icejax.ops.attention.dense import Attended
+from icejax.runtime.mesh import home, stream_cut, stream_parts
 
 Kept = TypeVar("Kept")
 
 
+def embed(model: CausalLM, tokens: Int[Array, "B T"]) -> Float[Array, "B t d"]:
+    """Returns the tokens' embeddings, the first layer's input, on the devices.
+
+    On a mesh they are [B, T / n, n D], cut by `mesh.stream_cut`, and so is every layer's output.
+    """
+    # A layer's output, and experts from the host, are committed to the device: so must the first input be.
+    return jax.device_put(_embed(model, tokens), home(model.mesh, stream_cut(model.mesh)))
+
+
 @jax.jit
-def embed(model: CausalLM, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """Returns the tokens' embeddings, the first layer's input."""
-    return model.ends.on_devices(Ends.embed, tokens)
+def _embed(model: CausalLM, tokens: jax.Array) -> jax.Array:
+    return model.ends.on_devices(Ends.embed, tokens, result=stream_cut(model.mesh))
 
 
 class LayerPlace(NamedTuple):
@@ -92,7 +101,8 @@ def run_exact_with_experts(
     keep: Callable[[jax.Array, jax.Array, jax.Array, Attended], Kept],
 ) -> tuple[Float[Array, "B T D"], Kept, Int[Array, "B T k"] | None]:
     """Returns the results of `run_exact` and the ids of each token's experts; None for a layer without experts."""
-    positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :], x.shape[:2])
+    tokens = jnp.arange(x.shape[1] * stream_parts(layer.mesh), dtype=jnp.int32)
+    positions = jnp.broadcast_to(tokens[None, :], (len(x), len(tokens)))
     *heads, expanded = layer.enter(x, positions, lengths)
     with jax.named_scope("attend"):
         attend = functools.partial(causal, lengths=lengths, window=layer.config.window, scoring=layer.scoring)

@@ -36,7 +36,7 @@ from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.models.sharding import module_cuts
 from icejax.ops.attention.dense import Attended
 from icejax.ops.experts.offloaded_experts import with_experts_on_device
-from icejax.runtime.mesh import WHOLE, Mesh, home, on_mesh
+from icejax.runtime.mesh import WHOLE, Mesh, on_mesh, stream_cut
 
 Pages = Float[Array, "P B K planes p W"] | PagesWithCodes | NoPages
 Kept = tuple[Any, Pages | None]  # a layer's state, and its pages for the pool
@@ -103,9 +103,7 @@ def prefill_layers(
             layer.experts.update_resident(loaded.experts, uses)
         return results
 
-    # A layer's output, and experts from the host, are committed to the device: so must the first input be, as in `extend`.
-    embedded = jax.device_put(embed(model, jnp.asarray(padded_prompts(prompts, plan.spec))), home(plan.mesh))
-    return run_layers(model, embedded, run)
+    return run_layers(model, embed(model, jnp.asarray(padded_prompts(prompts, plan.spec))), run)
 
 
 def keep_layers(
@@ -191,8 +189,9 @@ def _prefill_layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *,
         uses = None if experts is None else expert_uses(experts, new, layer.config.experts.count)
         return x, (outcome.state, outcome.pages), outcome.shared or shared, uses
 
-    results = WHOLE, (state_cuts(policy, spec, layer.mesh), PAGES), ORDER, WHOLE
-    return on_mesh(layer.mesh, run, (layer, x, new, shared), (module_cuts(layer), WHOLE, WHOLE, ORDER), results)
+    stream = stream_cut(layer.mesh)
+    results = stream, (state_cuts(policy, spec, layer.mesh), PAGES), ORDER, WHOLE
+    return on_mesh(layer.mesh, run, (layer, x, new, shared), (module_cuts(layer), stream, WHOLE, ORDER), results)
 
 
 def expert_uses(experts: Int[Array, "B T k"], lengths: Int[Array, " B"], count: int) -> Int[Array, " {count}"]:

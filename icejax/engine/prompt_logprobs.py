@@ -18,6 +18,7 @@ from icejax.engine.decode.logprobs import compiled_count, named, top_logprobs
 from icejax.engine.response import TokenLogprobs
 from icejax.models.decoder import CausalLM
 from icejax.models.parts.vocabulary import Ends
+from icejax.runtime.mesh import fetched
 
 BLOCK = 128  # tokens; divides every padded length
 
@@ -30,11 +31,11 @@ def prompt_logprobs(
     An entry is the token's log-probability after the tokens before it, and the `count` most likely tokens there.
 
     Args:
-        x: the last layer's output over the padded prompt.
+        x: the last layer's output over the padded prompt, as `layers.embed` cuts it.
         tokens: the prompt, at most T tokens.
     """
     entries, most = list[TokenLogprobs](), compiled_count(count, model.config.vocab_size)
-    hidden = np.asarray(x)
+    hidden = fetched(model.mesh, x).reshape(1, -1, model.config.hidden_size)
     for first in range(0, len(tokens) - 1, BLOCK):
         yield
         following = np.asarray(tokens[first + 1 : first + 1 + BLOCK], np.int32)

@@ -31,7 +31,7 @@ from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.models.sharding import module_cuts
 from icejax.ops.attention.dense import Attended
 from icejax.ops.experts.offloaded_experts import with_experts_on_device
-from icejax.runtime.mesh import WHOLE, on_mesh
+from icejax.runtime.mesh import WHOLE, on_mesh, stream_cut
 from icejax.text.token_text import token_text
 
 
@@ -153,5 +153,6 @@ def _layer(layer: DecoderLayer, x: jax.Array, new: jax.Array, shared, *, policy:
         x, outcome = run_exact(layer, x, new, keep)
         return x, Outcome(None, pages=outcome.pages), outcome.shared or shared
 
-    arrays, cuts = (layer, x, new, shared), (module_cuts(layer), WHOLE, WHOLE, ORDER)
-    return on_mesh(layer.mesh, run, arrays, cuts, (WHOLE, Outcome(None, pages=PAGES), ORDER))
+    stream = stream_cut(layer.mesh)
+    arrays, cuts = (layer, x, new, shared), (module_cuts(layer), stream, WHOLE, ORDER)
+    return on_mesh(layer.mesh, run, arrays, cuts, (stream, Outcome(None, pages=PAGES), ORDER))

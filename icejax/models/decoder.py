@@ -6,16 +6,15 @@ Attribute paths and weight layouts are Hugging Face's, so that checkpoints load 
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from icejax.config import Experts, LayerConfig, ModelConfig
+from icejax.models.parts.chunks import by_chunks
 from icejax.models.parts.experts import ExpertsBeside, ExpertStack, Router
 from icejax.models.parts.latent_attention import Expanded, LatentAttention
 from icejax.models.parts.linear import Linear, norm_of, normalised
@@ -25,9 +24,7 @@ from icejax.ops.activations import ACTIVATIONS
 from icejax.ops.attention.dense import Attended, Scoring
 from icejax.ops.experts.offloaded_experts import OffloadedExperts
 from icejax.ops.rope import cos_sin, deinterleave, rerotate, rotate, scale_queries
-from icejax.runtime.mesh import Mesh, rounded_up
-
-MLP_CHUNK = 2048  # prompt tokens per pass of an MLP, which bounds its activations
+from icejax.runtime.mesh import Mesh, every_token, own_tokens, rounded_up
 
 
 def _identity(x: jax.Array) -> jax.Array:
@@ -73,6 +70,10 @@ class Attention(nnx.Module):
                 q, k = (deinterleave(y, self.rope.size) for y in (q, k))
             return scale_queries(rotate(q, cos, sin), positions, rope=self.rope), rotate(k, cos, sin), v
 
+    def heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the fields of `LayerHeads`: what `project` returns."""
+        return q, k, v
+
     def with_sinks(self, attended: Attended) -> Float[Array, "B T N H"]:
         """Returns the attention output with a sink: each head has one more score in its softmax, without a value (gpt-oss)."""
         share = jax.nn.sigmoid(attended.lse - self.sinks[...].astype(jnp.float32)[None, None])
@@ -99,7 +100,7 @@ class MLP(nnx.Module):
         self.gate_proj, self.up_proj = (Linear(hidden, inner, bias=bias, dtype=dtype) for _ in range(2))
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B t D"]:
         return self.down_proj(ACTIVATIONS[self.act](self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -115,15 +116,16 @@ class SparseMLP(nnx.Module):
         if experts.shared_gated:
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, dtype=dtype)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], Int[Array, "B T k"]]:
-        """Returns the output of tokens, and the experts that each token used."""
-        tokens = x.reshape(-1, x.shape[-1])
-        ids, weights = self.gate(tokens)
-        out, ids = self.experts(tokens, ids, weights).reshape(x.shape), ids.reshape(*x.shape[:2], -1)
+    def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B t D"], Int[Array, "B T k"]]:
+        """Returns the output of tokens, on a mesh of the device's own as `hidden_total` does, and the experts of each token."""
+        ids, weights = self.gate(x.reshape(-1, x.shape[-1]))
+        out, ids = self.experts(x, ids, weights), ids.reshape(*x.shape[:2], -1)
         if not self.config.shared:
             return out, ids
         shared = self.shared_expert(x)
-        return out + (jax.nn.sigmoid(self.shared_expert_gate(x)) * shared if self.config.shared_gated else shared), ids
+        if self.config.shared_gated:
+            shared = jax.nn.sigmoid(own_tokens(self.shared_expert_gate(x), out.shape[1])) * shared
+        return out + shared, ids
 
 
 class LayerHeads(NamedTuple):
@@ -170,12 +172,17 @@ class DecoderLayer(nnx.Module):
         """The scale and the soft cap of this layer's scores."""
         return Scoring(self.config.scale, self.config.softcap)
 
-    def enter(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]) -> LayerHeads:
+    def enter(self, x: Float[Array, "B t D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]) -> LayerHeads:
         """Returns the queries, keys (both after RoPE) and values of the tokens at `positions`.
 
-        `seen` counts the tokens of each row, these included.
+        `seen` counts the tokens of each row, these included. `x` has all tokens, or a device's own (`mesh.stream_parts`).
         """
-        return LayerHeads(*self.self_attn.project(self.input_layernorm(x), positions, seen))
+
+        def project(positions: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
+            return self.self_attn.project(every_token(self.input_layernorm(x), positions.shape[1]), positions, seen)
+
+        gathers = x.shape[1] != positions.shape[1]  # whose tokens exist for one chunk at a time
+        return LayerHeads(*self.self_attn.heads(*(by_chunks(project, positions, x) if gathers else project(positions, x))))
 
     def rerotate(
         self, heads: Float[Array, "#B T N H"], by: Int[Array, "#B T"], seen: Int[Array, " #B"]
@@ -200,29 +207,29 @@ class DecoderLayer(nnx.Module):
         return None if self.experts is None else self.experts.offloaded
 
     def leave(
-        self, x: Float[Array, "B T D"], attended: Attended, *, expanded: bool = False
-    ) -> tuple[Float[Array, "B T D"], Int[Array, "B T k"] | None]:
+        self, x: Float[Array, "B t D"], attended: Attended, *, expanded: bool = False
+    ) -> tuple[Float[Array, "B t D"], Int[Array, "B T k"] | None]:
         """Returns the layer's output from its input and its attention output, and the experts of each token (None without).
 
-        `expanded` says that the attention output is that of the expanded heads.
+        `x` has all tokens, or a device's own, as in `enter`. `expanded` says that the attention output is that of the expanded
+        heads.
         """
-        heads = self.self_attn.with_sinks(attended) if self.config.sinks else attended.out
-        x = x + self.post_self_attn_layernorm(self.self_attn.output(heads.astype(x.dtype), expanded=expanded))
-        batch, tokens, hidden = x.shape
-        chunk = math.gcd(MLP_CHUNK, tokens)
-        with jax.named_scope("mlp"):
-            if chunk == tokens:
-                return self._mlp(x)
-            chunks = x.reshape(batch, tokens // chunk, chunk, hidden).swapaxes(0, 1)
-            outputs = lax.map(self._mlp, chunks)
-            return jax.tree.map(lambda y: y.swapaxes(0, 1).reshape(batch, tokens, -1), outputs)
 
-    def _mlp(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        out, expert_ids = self.mlp(self.post_attention_layernorm(x)), None
+        def run(heads: jax.Array, lse: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+            if self.config.sinks:
+                heads = self.self_attn.with_sinks(Attended(heads, lse))
+            x = x + self.post_self_attn_layernorm(self.self_attn.output(heads.astype(x.dtype), expanded=expanded))
+            with jax.named_scope("mlp"):
+                return self._mlp(x, heads.shape[1])
+
+        return by_chunks(run, *attended, x)
+
+    def _mlp(self, x: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array | None]:
+        out, expert_ids = self.mlp(every_token(self.post_attention_layernorm(x), tokens)), None
         if isinstance(self.mlp, SparseMLP):
             out, expert_ids = out
         elif self.config.experts is not None:
-            out, expert_ids = self.beside(x, out)
+            out, expert_ids = self.beside(every_token(x, tokens), out)
         out = x + self.post_mlp_layernorm(out)
         return out * self.layer_scalar[...][None, None] if self.scaled else out, expert_ids
 

@@ -1,11 +1,13 @@
 """One model over several devices: each has a share of the KV heads, and runs the programs of one device on its share.
 
 `on_mesh` runs a function of arrays in `jax.shard_map`, so that models and cache policies see the arrays of one device alone.
-The only collectives are the sums behind the projections whose inputs are cut and behind the embedding (`total`), and the logits
-(`gathered`). No other module names the mesh's axis.
+The only collectives are the sums behind the projections whose inputs are cut and behind the embedding (`hidden_total`, else
+`total`), the hidden states of a prompt before these projections (`every_token`), and the logits (`gathered`). No other module
+names the mesh's axis.
 
 Example: 8 KV heads and 32 query heads on 4 devices. Device 1 has the KV heads 2 and 3, the query heads 8 to 15 that read them,
-a quarter of the inner channels of every MLP, and a quarter of the pool, which holds the pages of these KV heads.
+a quarter of the inner channels of every MLP, and a quarter of the pool, which holds the pages of these KV heads. Of a prompt's
+hidden states it has those of the tokens 1, 5, 9, ... (arXiv 2205.05198, section 4.2.2, with tokens in turn).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from icejax.runtime import devices, processes
 
 AXIS = "heads"
 WHOLE = PartitionSpec()  # of an array that every device has whole, or that differs from device to device and never leaves them
+MULTIPLE = 16  # divides the padded length of every prompt and text, and the tokens of every unit of a prefill
 
 
 def cut(axis: int) -> PartitionSpec:
@@ -122,6 +125,11 @@ def placed(mesh: Mesh | None, arrays: Any, cuts: Any = WHOLE) -> Any:
     return jax.jit(_same, out_shardings=(home(mesh, cuts),))(arrays)[0]
 
 
+def fetched(mesh: Mesh | None, x: jax.Array) -> np.ndarray:
+    """Returns an array that devices share; of several processes each gets all of it, over its devices."""
+    return np.asarray(x if processes_of(mesh) == 1 else placed(mesh, x))
+
+
 def _same(*arrays: Any) -> Any:
     return arrays
 
@@ -137,6 +145,50 @@ def total(mesh: Mesh | None, x: jax.Array) -> jax.Array:
 def once(mesh: Mesh | None, x: jax.Array) -> jax.Array:
     """Returns what every device has whole so that `total` counts it once: zeros on all devices but the first."""
     return x if mesh is None else jnp.where(place() == 0, x, jnp.zeros((), x.dtype))
+
+
+def stream_parts(mesh: Mesh | None) -> int:
+    """Returns the number of devices that share the tokens of a prompt's hidden states; 1: each device has all tokens."""
+    return 1 if mesh is None or MULTIPLE % mesh.heads else mesh.heads
+
+
+def stream_cut(mesh: Mesh | None) -> PartitionSpec:
+    """Returns the cut of a prompt's hidden states [B, T / n, n D], of whose rows of n tokens each device has one token.
+
+    Reshaped to [B, T, D] they are in the order of the tokens. n is `stream_parts`.
+    """
+    return WHOLE if stream_parts(mesh) == 1 else cut(2)
+
+
+def hidden_total(mesh: Mesh | None, x: jax.Array) -> jax.Array:
+    """Returns the sum over the devices of hidden states [B, T, D], inside `on_mesh`: of a prompt each device's own tokens.
+
+    One token, of a decode step, is whole on every device. Several are [B, T / n, D], with n of `stream_parts`.
+    """
+    parts = stream_parts(mesh)
+    if parts == 1 or x.shape[1] == 1:
+        return total(mesh, x)
+    with jax.named_scope("total"):
+        return lax.psum_scatter(_in_rows(x, parts), AXIS, scatter_dimension=2, tiled=True)
+
+
+def every_token(x: jax.Array, count: int) -> jax.Array:
+    """Returns [B, count, D] of all tokens from hidden states of a device's own, or from all, inside `on_mesh`."""
+    if x.shape[1] == count:
+        return x
+    with jax.named_scope("gathered"):
+        return lax.all_gather(x, AXIS, axis=2, tiled=True).reshape(len(x), count, -1)
+
+
+def own_tokens(x: jax.Array, count: int) -> jax.Array:
+    """Returns [B, count, D] of a device's own tokens, or of all, from [B, T, D] of all tokens, inside `on_mesh`."""
+    if x.shape[1] == count:
+        return x
+    return lax.dynamic_slice_in_dim(_in_rows(x, x.shape[1] // count), place() * x.shape[2], x.shape[2], axis=2)
+
+
+def _in_rows(x: jax.Array, parts: int) -> jax.Array:
+    return x.reshape(len(x), -1, parts * x.shape[2])
 
 
 def gathered(mesh: Mesh | None, x: jax.Array, count: int) -> jax.Array:

@@ -35,7 +35,7 @@ from icejax.engine.decode.step import step_program
 from icejax.engine.plan import make_plan
 from icejax.engine.units import programs as units
 from icejax.runtime import compiler_options
-from icejax.runtime.mesh import WHOLE, Mesh, size
+from icejax.runtime.mesh import WHOLE, Mesh, size, stream_cut, stream_parts
 
 CONTEXT = 32768
 DEVICES = 8  # of a mesh
@@ -94,8 +94,9 @@ def new_pages(shape: tuple[int, ...], codes: int):
 
 def unit_programs(layer, plan, *, hidden: int):
     """Returns the programs of the units of a layer, with 1,024 tokens or one KV head each, and their arguments by name."""
-    whole = (jax.ShapeDtypeStruct((1, CONTEXT, hidden), "bfloat16"), jax.ShapeDtypeStruct((1,), "int32"))
-    x, lengths = placed(whole, WHOLE, plan.mesh)
+    parts = stream_parts(plan.mesh)
+    x = placed(jax.ShapeDtypeStruct((1, CONTEXT // parts, parts * hidden), "bfloat16"), stream_cut(plan.mesh), plan.mesh)
+    lengths = placed(jax.ShapeDtypeStruct((1,), "int32"), WHOLE, plan.mesh)
     buffers = jax.eval_shape(units.empty_buffers, layer, x)
     keys, queries = placed(buffers, (units.KEYS, units.QUERIES), plan.mesh)
     sizes = dict(policy=plan.policies[0], spec=dataclasses.replace(plan.spec, batch_size=1))

@@ -110,16 +110,24 @@ def test_units_of_a_prefill_write_in_place(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MESH, ids="-".join)
 def test_on_eight_devices_sums_alone_cross_and_the_pool_stays(case):
-    """Of 8 KV heads each device has one. Hidden states are summed and logits gathered: no weight, no page, nothing of the cache."""
+    """Of 8 KV heads each device has one. Hidden states are summed and logits gathered: no weight, no page, nothing of the cache.
+
+    In a unit of a prefill a device has an eighth of the tokens: they are gathered before a layer's halves and summed behind them.
+    """
     report = compiled(*case)
-    tokens, layers = dict(step=(1, 2), write=(0, 0)).get(case[1], (1024, 1))
     hidden = [x for x in report["collectives"] if "finish" not in x["scope"]]
+    if case[1] == "unit-block":
+        assert [x["opcode"] for x in hidden] == ["all-gather", "reduce-scatter"] * 2
+        # XLA:GPU lists the input too.
+        assert {x["elements"] for x in hidden} <= {512 * 1024, 512 * 1024 // 8, 512 * 1024 * 9 // 8}
+    else:
+        # Of a step the embedding too.
+        assert [(x["opcode"], x["elements"]) for x in hidden] == [("all-reduce", 512)] * (5 if case[1] == "step" else 0)
     # A step's three counters, and its logits.
     others = sorted(x["elements"] for x in report["collectives"] if "finish" in x["scope"])
-    assert [x["elements"] for x in hidden] == [512 * tokens] * (2 * layers + (case[1] == "step"))  # of a step the embedding too
     assert others == ([3, max(others)] if case[1] == "step" else []) and max(others, default=0) < 300
     for x in report["collectives"]:
-        assert x["opcode"] == "all-reduce" or x["scope"].endswith("/gathered/all_gather"), x
+        assert x["opcode"] in ("all-reduce", "reduce-scatter") or x["scope"].endswith("/gathered/all_gather"), x
         assert not CACHE_SCOPES & set(x["scope"].split("/")), x
     assert report["host_temp_bytes"] < report["pool_bytes"] / 10
     assert report["alias_bytes"] >= report["pool_bytes"] if case[1] == "write" else not report["pool_copies"]
@@ -139,6 +147,13 @@ def test_a_step_copies_no_keys_and_values_of_a_device_with_one_kv_head(target, o
     # On a TPU keys and values could be copied near the cores and back: 0.9 of them more. Of the embedding a row is read.
     embedding = 128256 * 8192 * 2 / 8 if target == "v5e" else 0
     assert row["device_bytes"] < row["weight_bytes"] - embedding + 1.3 * row["state_bytes"]
+
+
+@pytest.mark.slow
+def test_a_prefill_on_eight_devices_holds_an_eighth_of_the_hidden_states():
+    line = "--shape attention --devices 8 --context 32768"
+    (row,) = json_lines("h100", "bench.scale.prefill", *line.split())
+    assert row["hidden_bytes"] == 32768 * 512 * 2 // 8 and row["collectives"] == ["all-gather", "reduce-scatter"]
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 from bench.program import compile, hlo
 from bench.program.targets import TARGETS
 from bench.scale import __main__ as command
-from bench.scale import page, programs
+from bench.scale import page, prefill, programs
 from bench.scale.links import MACHINES, bounds
 from icejax.cache.registry import Clustered
 
@@ -109,6 +109,23 @@ def test_sizes_alone_do_not_replace_a_compiled_row(tmp_path):
     ],
 )
 def test_bad_options_are_one_line(capsys, monkeypatch, line, message):
+    refused(command, capsys, monkeypatch, line, message)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--target h200", "--target must be of h100"),
+        ("--devices 3", "--devices must be of 1, 2, 4, 8, got 3"),
+        ("--shape llama", "--shape must be of "),
+        ("--context 0", "--context must be"),
+    ],
+)
+def test_bad_options_of_a_prefill_are_one_line(capsys, monkeypatch, line, message):
+    refused(prefill, capsys, monkeypatch, line, message)
+
+
+def refused(command, capsys, monkeypatch, line, message):
     monkeypatch.setattr(compile, "without_devices", lambda count: None)
     with pytest.raises(SystemExit) as end:
         command.main(line.split())

@@ -60,6 +60,13 @@ def test_several_devices_decode_as_one(name):
     [gathered] = [name for name in sums if not name.endswith("total/psum")]
     assert gathered.endswith("gathered/all_gather")
     assert not any(OF_CACHE & set(name.split("/")) for name in sums)
+    if "prefill" in result:
+        # In the loops over chunks of 2,048 tokens: gathered before q, k and v and before the MLP, summed behind both halves.
+        collectives, hidden = result["prefill"]
+        expected = {"all-gather": {"gathered/all_gather"}, "reduce-scatter": {"total/reduce_scatter"}}
+        assert {opcode: set(scopes) for opcode, scopes in collectives.items()} == expected
+        assert [len(scopes) for scopes in collectives.values()] == [2, 2]
+        assert hidden == {"stream": devices, "most": 2048}  # the stream's tokens, and all tokens of one chunk alone
     # Gates and ups whose rows alternate are read for each of the two.
     assert (result["read"] == result["stored"]) == (name != "biased experts")
     assert result["vocabulary"] == -(-raw["vocab_size"] // devices)
@@ -142,7 +149,7 @@ def test_a_vocabulary_in_parts_embeds_and_scores_as_one():
     """Devices are simulated by a mapped axis. The last device has a row of zeros behind the vocabulary of 11."""
     rng, devices = np.random.default_rng(0), mesh.Mesh(4)
     matrix, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((12, 5), (2, 3, 5)))
-    tokens = jnp.asarray([[0, 2, 3], [10, 5, 6]], jnp.int32)
+    tokens = jnp.asarray([[0, 2, 3, 9, 1, 1, 4, 7], [10, 5, 6, 8, 0, 3, 10, 2]], jnp.int32)
     _, tree = jax.tree.flatten(Embedding(12, 5, scale=2.0, dtype="float32", mesh=devices))
 
     def run(part):
@@ -151,9 +158,34 @@ def test_a_vocabulary_in_parts_embeds_and_scores_as_one():
 
     embedded, logits, counted = jax.vmap(run, axis_name=mesh.AXIS)(matrix.reshape(4, 3, 5))
     for device in range(4):
-        np.testing.assert_array_equal(embedded[device], 2 * matrix[tokens])
+        np.testing.assert_array_equal(embedded[device], 2 * matrix[tokens[:, device::4]])  # its own tokens
         np.testing.assert_allclose(logits[device], x @ matrix[:11].T, rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(counted[device], x)
+
+
+def test_of_a_prompt_each_device_has_the_sums_of_its_own_tokens():
+    """Devices are simulated by a mapped axis. One token is whole everywhere, and so are all on a mesh that does not divide 16."""
+    x = np.random.default_rng(0).standard_normal((4, 2, 8, 3)).astype(np.float32)
+    of_one, whole = x[:, :, :1], x.sum(0)
+
+    def run(x, of_one):
+        own = mesh.hidden_total(mesh.Mesh(4), x)
+        every = mesh.every_token(own, 8)
+        return (
+            own,
+            every,
+            mesh.own_tokens(every, 2),
+            mesh.hidden_total(mesh.Mesh(4), of_one),
+            mesh.hidden_total(mesh.Mesh(3), x),
+        )
+
+    for device, (own, every, again, token, of_three) in enumerate(
+        zip(*jax.vmap(run, axis_name=mesh.AXIS)(x, of_one), strict=True)
+    ):
+        np.testing.assert_allclose(own, whole[:, device::4], rtol=0, atol=tolerances.EXACT)
+        np.testing.assert_array_equal(again, own)
+        for result, expected in ((every, whole), (token, whole[:, :1]), (of_three, whole)):
+            np.testing.assert_allclose(result, expected, rtol=0, atol=tolerances.EXACT)
 
 
 def test_cuts_are_where_shares_differ():

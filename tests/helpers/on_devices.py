@@ -25,7 +25,9 @@ from icejax.checkpoint.convert import hf_to_orbax
 from icejax.checkpoint.load import abstract, load_model, read_config
 from icejax.checkpoint.tensor_mapping import tensor_mappings
 from icejax.engine.decode.step import DecodePrograms
-from icejax.engine.prefill import pool_for, prefill
+from icejax.engine.layers import embed
+from icejax.engine.plan import make_plan
+from icejax.engine.prefill import _prefill_layer, lengths_of, pool_for, prefill
 from icejax.engine.sampling import Sampling
 from icejax.engine.units.job import PrefillJob
 from icejax.engine.units.sizes import UnitSizes
@@ -184,6 +186,29 @@ def decode(model, policy) -> dict:
     )
 
 
+def prefill_program(model) -> tuple[dict[str, list[str]], dict[str, int]]:
+    """Compiles a layer's prefill of 8,192 tokens; returns the scopes of its collectives by opcode, and where tokens are together.
+
+    `stream` is how many times fewer hidden states a device gets and returns than all tokens have; `most` is the largest number of
+    tokens whose hidden states are in one array of the program.
+    """
+    tokens, hidden, mesh = 8192, model.config.hidden_size, model.mesh
+    plan = make_plan(model, icejax.Full(), batch_size=1, prompt_tokens=tokens, new_tokens=1)
+    x = embed(model, jax.numpy.zeros((1, tokens), jax.numpy.int32))
+    arrays, sizes = (model.model.layers[0], x, lengths_of([[0] * 9])), dict(policy=plan.policies[0], spec=plan.spec)
+    compiled = _prefill_layer.lower(*arrays, None, **sizes).compile()
+    scopes: dict[str, list[str]] = {}
+    for line in compiled.as_text().splitlines():
+        if found := re.search(COLLECTIVE, line):
+            scopes.setdefault(found[1], []).append("/".join(re.search(r'op_name="([^"]*)"', line)[1].split("/")[-2:]))
+    shapes = (tuple(map(int, text.split(","))) for text in re.findall(r"f32\[([\d,]+)\]", compiled.as_text()))
+    most = max(int(np.prod(shape)) for shape in shapes if shape[-1] in (hidden, hidden * mesh.heads) and len(shape) > 2)
+    [result, *_] = compiled.out_info
+    parts = [tokens * hidden // int(np.prod(array.sharding.shard_shape(array.shape))) for array in (x, result)]
+    assert parts[0] == parts[1]
+    return scopes, dict(stream=parts[0], most=most // hidden)
+
+
 def load_counting(path: Path, **options) -> tuple:
     """Returns a loaded model, and the bytes that were read of its checkpoint."""
     read, sizes = boxes.read, []
@@ -228,6 +253,7 @@ def compared(name: str, over: int | None = None) -> dict:
         read=read,
         vocabulary=len(vocabulary.data),
         collectives=several["collectives"],
+        **(dict(prefill=prefill_program(models[1])) if name == "full-8" else {}),
     )
 
 

@@ -128,7 +128,7 @@ def test_chunked_prefill_equals_whole(name, tmp_path, monkeypatch):
     x = np.random.default_rng(0).standard_normal((1, 256, 64)).astype(np.float32)
     whole = jitted(output, layer, x)
     monkeypatch.setattr(dense, "BLOCK", 16)
-    monkeypatch.setattr("icejax.models.decoder.MLP_CHUNK", 32)
+    monkeypatch.setattr("icejax.models.parts.chunks.CHUNK", 32)
     monkeypatch.setattr("icejax.models.parts.latent_attention.HEADS_AT_ONCE", 3)  # of 4 heads; cut to 2, which divides 4
     chunked = jitted(output, layer, x)
     np.testing.assert_allclose(chunked[0, :250], whole[0, :250], rtol=0, atol=tolerances.EXACT)

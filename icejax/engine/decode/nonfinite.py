@@ -15,11 +15,12 @@ from flax import nnx
 from jax import lax
 
 from icejax.engine.buckets import bucket
+from icejax.engine.first_token import logits_behind
 from icejax.engine.layers import embed, run_exact, run_layers
 from icejax.models.decoder import CausalLM, DecoderLayer
 from icejax.models.sharding import module_cuts
 from icejax.ops.experts.offloaded_experts import is_offloaded, with_experts_on_device
-from icejax.runtime.mesh import WHOLE, on_mesh
+from icejax.runtime.mesh import WHOLE, every_token, on_mesh, stream_cut, stream_parts
 
 
 def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
@@ -46,15 +47,22 @@ def not_finite(model: CausalLM, tokens: Sequence[int]) -> str:
         embed(model, jnp.asarray(padded)),
         lambda layer, x, _: _output(with_experts_on_device(layer), x, lengths),
     )
-    for i, (x, _) in enumerate(outputs):
-        if not jnp.isfinite(x[:, : len(tokens)]).all():
+    for i, output in enumerate(outputs):
+        if not np.asarray(output[1])[:, : len(tokens)].all():
             return f"the output of layer {i} is not finite in {model.dtype}: {advice}"
-    if not jnp.isfinite(model.logits(x[:, len(tokens) - 1 : len(tokens)])).all():
+    if not jnp.isfinite(logits_behind(model.ends, output[0], lengths)).all():
         return f"every layer's output is finite in {model.dtype}, the final norm's or the head's is not: {advice}"
     return f"a second prefill in {model.dtype} gives finite logits: try --cache full"
 
 
 @functools.partial(jax.jit, donate_argnames="x")
 def _output(layer: DecoderLayer, x: jax.Array, lengths: jax.Array):
-    arrays, cuts = (layer, x, lengths), (module_cuts(layer), WHOLE, WHOLE)
-    return on_mesh(layer.mesh, run_exact, arrays, cuts, WHOLE) + (None,)
+    """Returns the layer's output, and of each token i32[1, T, 1], whether that is finite."""
+
+    def run(layer: DecoderLayer, x: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, _ = run_exact(layer, x, lengths)
+        finite = jnp.isfinite(x).all(-1, keepdims=True).astype(jnp.int32)
+        return x, every_token(finite, finite.shape[1] * stream_parts(layer.mesh))
+
+    stream = stream_cut(layer.mesh)
+    return on_mesh(layer.mesh, run, (layer, x, lengths), (module_cuts(layer), stream, WHOLE), (stream, WHOLE)) + (None,)

@@ -33,7 +33,6 @@ from icejax.engine.units import programs
 from icejax.engine.units.sizes import UnitSizes, unit_sizes
 from icejax.models.decoder import CausalLM
 from icejax.ops.experts.offloaded_experts import with_experts_on_device
-from icejax.runtime.mesh import home
 
 LOG = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ class PrefillJob:
 
     @property
     def hidden(self) -> Float[Array, "1 T D"]:
-        """The last layer's output over the padded prompt; there after the last unit."""
+        """The last layer's output over the padded prompt, on a mesh cut as by `layers.embed`; there after the last unit."""
         return self._x
 
     def result(self) -> tuple[DecodeState, Step]:
@@ -112,7 +111,7 @@ class PrefillJob:
                 yield results
                 if first == 0:
                     LOG.debug("layer %d: units of %d tokens and %d queries", number, sizes.tokens, sizes.queries)
-                    x = self._embedded() if x is None else x
+                    x = embed(model, jnp.asarray(self._padded)) if x is None else x
                     loaded = with_experts_on_device(layer)
                     keys, queries = programs.empty_buffers(loaded, x)
                 results = keys = programs.write_keys(loaded, x, keys, lengths, np.int32(first), count=sizes.tokens)
@@ -142,10 +141,6 @@ class PrefillJob:
             del outcome
             self.layers_done = number + 1
         self._x = x
-
-    def _embedded(self) -> Float[Array, "1 T D"]:
-        """Returns the first layer's input, committed to the device, as the output of a layer with experts from the host is."""
-        return jax.device_put(embed(self._model, jnp.asarray(self._padded)), home(self._plan.mesh))
 
     def _pack(
         self, number: int, layer_arrays: tuple, shared: Shared | None, results: Any, spec: CacheSpec

@@ -15,7 +15,7 @@ from icejax.ops.experts.mixture import ExpertWeights, mix_experts
 from icejax.ops.experts.offloaded_experts import OffloadedExperts
 from icejax.ops.quantized.products import product
 from icejax.ops.topk import best
-from icejax.runtime.mesh import Mesh, once, total
+from icejax.runtime.mesh import Mesh, hidden_total, once
 
 
 class Router(nnx.Module):
@@ -81,11 +81,15 @@ class ExpertStack(nnx.Module):
         self.gate_proj, self.up_proj = (matrices(experts.size, features) for _ in range(2))
         self.down_proj = matrices(features, experts.size)
 
-    def __call__(self, x: Float[Array, "T D"], ids: Int[Array, "T k"], weights: Float[Array, "T k"]) -> Float[Array, "T D"]:
+    def __call__(
+        self, x: Float[Array, "B T D"], ids: Int[Array, "B*T k"], weights: Float[Array, "B*T k"]
+    ) -> Float[Array, "B t D"]:
+        """Returns the output of tokens, on a mesh of the device's own, as `hidden_total` does."""
         biases = [part.bias[...] for part in self._parts if self.form.biased]
         biases[2:] = [once(self.summed_over, bias) for bias in biases[2:]]  # of the outputs, which are sums over the devices
         matrices = ExpertWeights(*(part.weight.get_value() for part in self._parts), *biases)
-        return total(self.summed_over, mix_experts(x, matrices, ids, weights, form=self.form))
+        mixed = mix_experts(x.reshape(-1, x.shape[-1]), matrices, ids, weights, form=self.form)
+        return hidden_total(self.summed_over, mixed.reshape(x.shape))
 
     @property
     def _parts(self) -> tuple[Matrices, ...]:
@@ -123,16 +127,16 @@ class ExpertsBeside(nnx.Module):
         self.mlp_norm, self.pre_norm, self.post_norm = (norm_of(config, features, dtype=dtype) for _ in range(3))
 
     def __call__(
-        self, x: Float[Array, "B T D"], made: Float[Array, "B T D"]
-    ) -> tuple[Float[Array, "B T D"], Int[Array, "B T k"]]:
+        self, x: Float[Array, "B T D"], made: Float[Array, "B t D"]
+    ) -> tuple[Float[Array, "B t D"], Int[Array, "B T k"]]:
         """Returns the sum of the normalised MLP and expert outputs, and the experts that each token used.
 
         Args:
-            x: tokens before any norm.
-            made: the MLP's output for them.
+            x: all tokens before any norm.
+            made: the MLP's output for the device's own tokens.
         """
         tokens = x.reshape(-1, x.shape[-1])
         router_input = normalised(tokens, self.eps).astype(x.dtype) * (self.scale[...] * x.shape[-1] ** -0.5)[None]
         ids, weights = self.router(router_input)
-        output = self.experts(self.pre_norm(tokens), ids, weights)
-        return self.mlp_norm(made) + self.post_norm(output.reshape(x.shape)), ids.reshape(*x.shape[:2], -1)
+        output = self.experts(self.pre_norm(x), ids, weights)
+        return self.mlp_norm(made) + self.post_norm(output), ids.reshape(*x.shape[:2], -1)

@@ -62,11 +62,7 @@ class LatentAttention(nnx.Module):
         self.o_proj = Linear(heads * config.latent.v_head_dim, hidden, bias=config.o_bias, dtype=dtype)
 
     def project(self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], seen: Int[Array, " B"]):
-        """Returns the fields of `LayerHeads`: absorbed queries, the cached key and value of all heads, and the expanded heads.
-
-        Example: DeepSeek-V3 has 128 heads, a latent of 512 channels and 64 rotated ones: queries [B, T, 128, 576], keys
-        [B, T, 1, 576], values [B, T, 1, 512].
-        """
+        """Returns the queries of all heads, and the latent and the part with RoPE of each token's key: the input of `heads`."""
         rank, plain = self.config.kv_lora_rank, self.config.qk_nope_head_dim
         with jax.named_scope("qkv"):
             q = self.q_proj(x) if self.config.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
@@ -79,9 +75,17 @@ class LatentAttention(nnx.Module):
             if self.interleaved:
                 rope_parts = (deinterleave(y, self.rope.size) for y in rope_parts)
             rotated, key = (rotate(y, cos, sin) for y in rope_parts)
-            q = scale_queries(jnp.concatenate([q[..., :plain], rotated], axis=-1), positions, rope=self.rope)
+            return scale_queries(jnp.concatenate([q[..., :plain], rotated], axis=-1), positions, rope=self.rope), latent, key
+
+    def heads(self, q: Float[Array, "B T N H"], latent: Float[Array, "B T 1 C"], key: Float[Array, "B T 1 R"]):
+        """Returns the fields of `LayerHeads`: absorbed queries, the cached key and value of all heads, and the expanded heads.
+
+        Example: DeepSeek-V3 has 128 heads, a latent of 512 channels and 64 rotated ones: queries [B, T, 128, 576], keys
+        [B, T, 1, 576], values [B, T, 1, 512].
+        """
+        plain = self.config.qk_nope_head_dim
         with jax.named_scope("qkv"):
-            absorbed = EINSUM("btnh,nhc->btnc", q[..., :plain], self._made[:, :plain]).astype(x.dtype)
+            absorbed = EINSUM("btnh,nhc->btnc", q[..., :plain], self._made[:, :plain]).astype(q.dtype)
             absorbed = jnp.concatenate([absorbed, q[..., plain:]], axis=-1)
         return absorbed, jnp.concatenate([latent, key], axis=-1), latent, self._expanded(q, latent[:, :, 0], key)
 

@@ -10,14 +10,15 @@ from jaxtyping import Array, Float
 
 from icejax.config import ModelConfig
 from icejax.ops.quantized.products import product
-from icejax.runtime.mesh import Mesh, part, size, total
+from icejax.runtime.mesh import Mesh, hidden_total, part, size, total
 
 
 class Linear(nnx.Module):
     """y = x W^T + b, with W [O, I] dense or quantized (`ops.quantized.products.Grouped`).
 
     Attributes:
-        summed_over: the mesh whose devices each have a part of the input channels; None: a device has all.
+        summed_over: the mesh whose devices each have a part of the input channels; None: a device has all. The sum is
+            `hidden_total`.
     """
 
     def __init__(self, features_in: int, features_out: int, *, bias: bool, dtype: str) -> None:
@@ -27,8 +28,8 @@ class Linear(nnx.Module):
         self.has_bias = bias
         self.summed_over: Mesh | None = None
 
-    def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B T O"]:
-        y = total(self.summed_over, product(x, self.weight.get_value())).astype(x.dtype)
+    def __call__(self, x: Float[Array, "B T I"]) -> Float[Array, "B t O"]:
+        y = hidden_total(self.summed_over, product(x, self.weight.get_value())).astype(x.dtype)
         return y + self.bias[...][None, None, :] if self.has_bias else y
 
 

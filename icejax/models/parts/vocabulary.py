@@ -13,11 +13,13 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from icejax.models.parts.chunks import by_chunks
 from icejax.models.sharding import module_cuts
 from icejax.ops.quantized.products import Grouped, product, rows
-from icejax.runtime.mesh import WHOLE, Mesh, gathered, on_mesh, place, total
+from icejax.runtime.mesh import WHOLE, Mesh, every_token, gathered, hidden_total, on_mesh, place, stream_parts
 
 
 class Embedding(nnx.Module):
@@ -31,8 +33,12 @@ class Embedding(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((vocab_size, features), dtype))
         self.scale, self.dtype, self.mesh = scale, dtype, mesh
 
-    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        x = rows(self.weight.get_value(), tokens, self.dtype) if self.mesh is None else self._from_parts(tokens)
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B t D"]:
+        """Returns the embeddings, on a mesh of the device's own tokens, as `hidden_total` does."""
+        if self.mesh is None:
+            x = rows(self.weight.get_value(), tokens, self.dtype)
+        else:
+            x = by_chunks(self._from_parts, tokens)
         return x if self.scale == 1.0 else x * jnp.asarray(self.scale, x.dtype)
 
     def _from_parts(self, tokens: jax.Array) -> jax.Array:
@@ -41,7 +47,7 @@ class Embedding(nnx.Module):
         places = tokens - place() * count
         here = (places >= 0) & (places < count)
         own = rows(weight, jnp.where(here, places, 0), self.dtype)
-        return total(self.mesh, jnp.where(here[..., None], own, jnp.zeros((), own.dtype)))
+        return hidden_total(self.mesh, jnp.where(here[..., None], own, jnp.zeros((), own.dtype)))
 
 
 @functools.partial(
@@ -66,8 +72,8 @@ class Ends:
     vocab_size: int
     mesh: Mesh | None
 
-    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Returns the first layer's input."""
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B t D"]:
+        """Returns the first layer's input, on a mesh of the device's own tokens, as `hidden_total` does."""
         return self.embed_tokens(tokens)
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -78,6 +84,19 @@ class Ends:
         )
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
-    def on_devices(self, function: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
-        """Returns `function(ends, x)`, of `embed` or `logits`, where the caller is not on a mesh's devices itself."""
-        return on_mesh(self.mesh, function, (self, x), (module_cuts(self), WHOLE), WHOLE)
+    def logits_behind(self, x: Float[Array, "B t D"], lengths: Int[Array, " B"]) -> Float[Array, "B V"]:
+        """Returns the logits of the last token of each row.
+
+        Args:
+            x: the last layer's output for right-padded texts, on a mesh of the device's own tokens.
+            lengths: number of tokens of each row.
+        """
+        last, parts = lengths[:, None, None] - 1, stream_parts(self.mesh)
+        near = every_token(jnp.take_along_axis(x, last // parts, axis=1), parts)
+        return self.logits(jnp.take_along_axis(near, last % parts, axis=1))[:, 0]
+
+    def on_devices(
+        self, function: Callable[..., jax.Array], *arrays: jax.Array, cuts: tuple = (WHOLE,), result: PartitionSpec = WHOLE
+    ) -> jax.Array:
+        """Returns `function(ends, *arrays)`, where the caller is not on a mesh's devices itself; `cuts` are of the arrays."""
+        return on_mesh(self.mesh, function, (self, *arrays), (module_cuts(self), *cuts), result)
