@@ -211,6 +211,7 @@ class CachePolicy(abc.ABC):
     evicts: bool = False  # whether it drops tokens that a later text would attend to
     packs_by_head: bool = False  # whether `prefill` treats each KV head as it would alone, so that heads can take turns
     by_head: bool = False  # whether every phase does, so that devices can share the heads
+    by_queries: bool = True  # whether queries choose tokens; each device of a latent layer has others of them
 
     def for_platform(self, platform: str, *, latent: bool) -> CachePolicy:
         """Returns the policy with open options settled for a platform (cpu, gpu or tpu) and for latent or other layers."""

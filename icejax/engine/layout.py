@@ -94,7 +94,8 @@ def make_layout(
         for layer_policy in policies:
             if not layer_policy.by_head:
                 check_one_device(mesh, f"the cache {display_name(layer_policy)}")
-            if spec.latent and layer_policy.evicts:  # each device would keep other tokens, by its own query heads
+            # Each device would keep other tokens, by its own query heads.
+            if spec.latent and layer_policy.evicts and layer_policy.by_queries:
                 check_one_device(mesh, f"with latent attention the cache {display_name(layer_policy)}")
     return Layout(policies, spec, platform, _other_heads(config), renewal, mesh)
 

@@ -56,7 +56,7 @@ class Plan(Layout):
     @property
     def by_layers(self) -> bool:
         """Whether each layer of a step is a program of its own, so that each kind of layer is compiled once."""
-        return self.platform == "cpu" and len(self.policies) >= LEAST_LAYERS and self.mesh is None
+        return self.platform == "cpu" and len(self.policies) >= LEAST_LAYERS
 
     @property
     def smaller_sizes(self) -> tuple[int, ...]:

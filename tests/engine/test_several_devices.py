@@ -29,6 +29,8 @@ from tests.helpers.on_devices import CASES, LATENT, LLAMA
 
 # Sums over devices round otherwise; a code of 4 bits may then be another one.
 TOLERANCE = dict.fromkeys(CASES, tolerances.LOGITS) | {"coded": tolerances.CODES}
+# Models that are run with several caches, each in one process.
+TOGETHER = [[name for name in CASES if name.partition(" ")[0] == model] for model in ("experts", "latent")]
 OF_CACHE = {"append", "select", "fetch", "attend", "pack", "evict"}  # named scopes of caches
 
 
@@ -41,9 +43,17 @@ def on_devices(*names) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_several_devices_decode_as_one(name):
-    (result,) = on_devices(name)
+@pytest.mark.parametrize("names", [*TOGETHER, *([name] for name in CASES if name not in sum(TOGETHER, []))], ids=lambda x: x[0])
+def test_several_devices_decode_as_one(names):
+    results = on_devices(*names)
+    assert [result["case"] for result in results] == names
+    for result in results:
+        check(result)
+
+
+def check(result: dict) -> None:
+    """Asserts what a case's result must be."""
+    name = result["case"]
     raw, cache, _, devices = CASES[name]
     assert result["same_answers"] and result["same_weights"] and result["same_tokens"] and result["error"] < TOLERANCE[name]
     # What is fetched is rounded up to whole slots on each device, in each layer.
@@ -239,7 +249,7 @@ def test_caches_that_mix_heads_are_refused(bundled, monkeypatch):
 def test_a_latent_cache_that_evicts_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LATENT))
     sizes = dict(batch_size=1, prompt_tokens=100, new_tokens=9, platform="cpu", mesh=mesh.Mesh(2))
-    for cache in ("clustered", "snapkv"):
+    for cache in ("clustered", "keydiff", "streaming", "snapkv"):
         refused = pytest.raises(InputError) if cache == "snapkv" else contextlib.nullcontext()
         with refused as error:
             make_layout(read_config(tmp_path), "float32", icejax.make_policy(cache, {}), **sizes)

@@ -15,6 +15,7 @@ if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -24,9 +25,9 @@ from icejax.checkpoint import boxes
 from icejax.checkpoint.convert import hf_to_orbax
 from icejax.checkpoint.load import abstract, load_model, read_config
 from icejax.checkpoint.tensor_mapping import tensor_mappings
-from icejax.engine.decode.step import DecodePrograms
+from icejax.engine import plan as planning
+from icejax.engine.decode.step import DecodePrograms, StepParts, WholeStep
 from icejax.engine.layers import embed
-from icejax.engine.plan import make_plan
 from icejax.engine.prefill import _prefill_layer, lengths_of, pool_for, prefill
 from icejax.engine.sampling import Sampling
 from icejax.engine.units.job import PrefillJob
@@ -90,6 +91,8 @@ LATENT = {key: value for key, value in LLAMA.items() if key != "attention_bias"}
     moe_intermediate_size=16,
     n_shared_experts=1,
 )
+ONE_LAYER = dict(num_hidden_layers=1)
+MIXTURE, MIXTURE_LATENT = EXPERTS | ONE_LAYER | dict(mlp_only_layers=[]), LATENT | ONE_LAYER
 NORMS = {key: value for key, value in LLAMA.items() if key != "head_dim"} | dict(
     model_type="olmo2", hidden_size=64, num_attention_heads=8, attention_bias=False
 )
@@ -100,7 +103,7 @@ CASES = {
     "full-8": (LLAMA, "full", {}, 8),
     "sliding": (MISTRAL, "full", {}, 4),
     "clustered": (LLAMA, "clustered", dict(budget=64, compact_every=32), 4),
-    "coded": (LLAMA | dict(num_hidden_layers=1), "coded", dict(budget=64), 2),
+    "coded": (LLAMA | ONE_LAYER, "coded", dict(budget=64), 2),
     "snapkv": (LLAMA, "snapkv", dict(budget=64), 8),
     "experts": (EXPERTS, "full", {}, 8),
     "biased experts": (GPT_OSS, "full", {}, 4),
@@ -108,12 +111,21 @@ CASES = {
     "int4": (LLAMA, "full", {}, 2),
     "latent": (LATENT, "full", {}, 8),
     "norms": (NORMS, "quest", dict(budget=64), 4),
+    "experts clustered": (MIXTURE, "clustered", dict(budget=64, compact_every=32), 4),
+    "experts coded": (MIXTURE, "coded", dict(budget=64), 2),
+    "experts snapkv": (MIXTURE, "snapkv", dict(budget=64), 8),
+    # Each device of a latent layer chooses pages for its own query heads, so that the budget has room for all tokens.
+    "latent clustered": (MIXTURE_LATENT, "clustered", dict(budget=1024, compact_every=32), 4),
+    "latent coded": (MIXTURE_LATENT, "coded", dict(budget=1024), 2),
+    "latent keydiff": (MIXTURE_LATENT, "keydiff", dict(budget=64), 8),
 }
+BY_LAYERS = ("norms", "experts clustered", "latent keydiff")  # cases whose step is a program per layer, as of a larger model
 WEIGHTS = {"int4": dict(quantize="int4")}  # options of loading
 # Cases whose model on several devices is read of an icejax folder too, which they have written; how its matrices are rounded.
 CONVERTED = {"full-8": None, "int4": "int4"}
 IN_UNITS = ("clustered", "sliding")  # cases whose first prompt is also prefilled in units
 COLLECTIVE = r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-[a-z]+|ragged-all-to-all)(-start)?\("
+LEAST_LAYERS = planning.LEAST_LAYERS
 LENGTHS, STEPS = (150, 77), 40  # of the prompts, and steps: two pages become full, and one round is compacted
 
 
@@ -170,11 +182,7 @@ def decode(model, policy) -> dict:
     plan = plan_for(model, policy, prompts, STEPS)
     state, step, pool = prefill(model, prompts, plan)
     decoding, steps, places = DecodePrograms(model, plan), [step], addresses(pool)
-    collectives = []
-    if model.mesh is not None:
-        hlo = decoding.programs.program.lower(decoding.programs.leaves, state, pool).compile().as_text()
-        lines = [line for line in hlo.splitlines() if re.search(COLLECTIVE, line)]
-        collectives = [re.search(r'op_name="([^"]*)"', line)[1] for line in lines]
+    collectives = [] if model.mesh is None else collectives_of(decoding.programs, state, pool)
     for _ in range(STEPS - 1):
         state, step, pool = decoding.step(state, pool)
         steps.append(step)
@@ -193,7 +201,7 @@ def prefill_program(model) -> tuple[dict[str, list[str]], dict[str, int]]:
     tokens whose hidden states are in one array of the program.
     """
     tokens, hidden, mesh = 8192, model.config.hidden_size, model.mesh
-    plan = make_plan(model, icejax.Full(), batch_size=1, prompt_tokens=tokens, new_tokens=1)
+    plan = planning.make_plan(model, icejax.Full(), batch_size=1, prompt_tokens=tokens, new_tokens=1)
     x = embed(model, jax.numpy.zeros((1, tokens), jax.numpy.int32))
     arrays, sizes = (model.model.layers[0], x, lengths_of([[0] * 9])), dict(policy=plan.policies[0], spec=plan.spec)
     compiled = _prefill_layer.lower(*arrays, None, **sizes).compile()
@@ -207,6 +215,27 @@ def prefill_program(model) -> tuple[dict[str, list[str]], dict[str, int]]:
     parts = [tokens * hidden // int(np.prod(array.sharding.shard_shape(array.shape))) for array in (x, result)]
     assert parts[0] == parts[1]
     return scopes, dict(stream=parts[0], most=most // hidden)
+
+
+def collectives_of(programs: StepParts | WholeStep, state, pool) -> list[str]:
+    """Returns the names of the collectives of a step's programs."""
+    texts = []
+
+    def recorded(program):
+        def run(*arrays):
+            texts.append(program.lower(*arrays).compile().as_text())
+            return program(*arrays)
+
+        return run
+
+    if isinstance(programs, WholeStep):
+        texts.append(programs.program.lower(programs.leaves, state, pool).compile().as_text())
+    else:
+        layers = [layer._replace(program=recorded(layer.program)) for layer in programs.layers]
+        ends = dict(begin=recorded(programs.begin), finish=recorded(programs.finish))
+        programs._replace(layers=layers, **ends).run(jax.tree.map(jnp.copy, state), pool)
+    lines = [line for text in texts for line in text.splitlines() if re.search(COLLECTIVE, line)]
+    return [re.search(r'op_name="([^"]*)"', line)[1] for line in lines]
 
 
 def load_counting(path: Path, **options) -> tuple:
@@ -226,6 +255,7 @@ def compared(name: str, over: int | None = None) -> dict:
         over: number of devices of several processes, where no prompt is prefilled in units; None: one process has the case's.
     """
     (raw, cache, options, count), in_units, same_weights = CASES[name], [], True
+    planning.LEAST_LAYERS = 1 if name in BY_LAYERS else LEAST_LAYERS
     meshes = (None, over or count)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as parent:
         path, policy = checkpoint(raw, Path(folder)), make_policy(cache, options)
@@ -240,6 +270,8 @@ def compared(name: str, over: int | None = None) -> dict:
             pairs = zip(*(first_logits_in_units(model, policy) for model in models), strict=True)
             in_units = [float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in pairs]
         same_answers = answers(models[0]) == answers(models[1]) if name == "full-4" and over is None else True
+    if "kv_lora_rank" in raw:
+        one["counters"][:, 1:4] *= over or count  # every device attends to the one key
     difference = np.abs(several["counters"] - one["counters"])
     return dict(
         error=max(float(np.abs(several["logits"] - one["logits"]).max()), *in_units, 0.0),

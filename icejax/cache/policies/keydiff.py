@@ -37,6 +37,8 @@ class KeyDiff(Eviction):
         integer("budget", self.budget)
 
     on_top = True
+    by_head = True
+    by_queries = False
 
     def score(self, tokens: Slots, heads: Heads, attended: Attended, view: View) -> Float[Array, "B K S"]:
         keys = split_heads(self.keys(tokens, view), heads.k.shape[2]).astype(jnp.float32)

@@ -36,6 +36,8 @@ class Streaming(Eviction):
     budget: int = 256
     sinks: int = 4
     reassign: bool = True
+    by_head = True
+    by_queries = False
 
     def __post_init__(self) -> None:
         integer("sinks", self.sinks, least=0, most=2**20)

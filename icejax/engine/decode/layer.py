@@ -15,13 +15,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from icejax.cache.pool.host_pool import PoolLayer
+from icejax.cache.pool.host_pool import BY_HEAD, PoolLayer
 from icejax.cache.pool.page_format import NoPages, PagesWithCodes
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Shared, View
+from icejax.cache.shares import state_cuts
+from icejax.cache.sizes import CacheSpec
 from icejax.engine.plan import Plan
 from icejax.models.decoder import DecoderLayer
+from icejax.models.sharding import module_cuts
 from icejax.ops.experts.offloaded_experts import with_live_tokens
 from icejax.runtime import compiler_options
+from icejax.runtime.mesh import WHOLE, Mesh, on_mesh
 
 
 @jax.tree_util.register_dataclass
@@ -80,6 +84,7 @@ class LayerResults:
     counts: LayerCounts
 
 
+INPUTS = LayerInputs(WHOLE, WHOLE, WHOLE, WHOLE, WHOLE, pool=BY_HEAD, table=WHOLE, number=WHOLE)  # how they are cut for a mesh
 LayerProgram = Callable[[list[jax.Array], Any, LayerInputs], tuple[Any, LayerResults]]
 
 
@@ -103,20 +108,25 @@ def by_layer_options(plan: Plan) -> dict[str, str | bool] | None:
     return compiler_options.OPTIONS.get(plan.platform) if plan.by_layers else None
 
 
+def own_mesh(plan: Plan) -> Mesh | None:
+    """Returns the mesh over which a part of a step runs as a program of its own; None: the step's program runs over it."""
+    return plan.mesh if plan.by_layers else None
+
+
 @functools.lru_cache(maxsize=64)
-def layer_program(tree: jax.tree_util.PyTreeDef, policy: CachePolicy, plan: Plan) -> LayerProgram:
-    """Returns the program of the layers whose weights form `tree` and whose cache follows `policy`.
+def layer_program(tree: jax.tree_util.PyTreeDef, policy: CachePolicy, spec: CacheSpec, plan: Plan) -> LayerProgram:
+    """Returns the program of the layers whose weights form `tree` and whose cache follows `policy` with the sizes of `spec`.
 
     It takes a layer's weights flat, because walking a module takes longer than a layer, its cache, which it donates, and the
     other inputs; it returns the new cache and the results.
     """
 
-    def layer(leaves: list[jax.Array], cache: Any, inputs: LayerInputs) -> tuple[Any, LayerResults]:
+    def run(module: DecoderLayer, cache: Any, inputs: LayerInputs) -> tuple[Any, LayerResults]:
         lengths, x = inputs.lengths, inputs.x
         # A single row always counts as live: a session continues after its end, whose eos token still enters the cache.
         ended = inputs.done if len(inputs.done) > 1 else None
         live = jnp.ones_like(inputs.done) if ended is None else ~ended
-        module = with_live_tokens(jax.tree.unflatten(tree, leaves), live)
+        module = with_live_tokens(module, live)
         pages = None
         if inputs.pool is not None:
             pages = PoolLayer(inputs.pool, inputs.table, ended, inputs.number, plan.fetch_backend, plan.spec.dtype)
@@ -131,6 +141,11 @@ def layer_program(tree: jax.tree_util.PyTreeDef, policy: CachePolicy, plan: Plan
             counts = replace(counts, pages=report.pages, estimates=report.estimates)
         shared = outcome.shared if any(other.follows for other in plan.policies) else None
         return outcome.state, LayerResults(x, shared, counts)
+
+    def layer(leaves: list[jax.Array], cache: Any, inputs: LayerInputs) -> tuple[Any, LayerResults]:
+        module, mesh = jax.tree.unflatten(tree, leaves), own_mesh(plan)
+        cuts = state_cuts(policy, spec, mesh)
+        return on_mesh(mesh, run, (module, cache, inputs), (module_cuts(module), cuts, INPUTS), (cuts, WHOLE))
 
     layer.__name__ = f"{type(policy).__name__.lower()}_layer"  # profiles tell the kinds apart by it
     return jax.jit(layer, donate_argnums=1, keep_unused=True, compiler_options=by_layer_options(plan))

@@ -27,14 +27,15 @@ from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import CachePolicy, KVCache
 from icejax.engine.decode.between_steps import between_steps
 from icejax.engine.decode.counters import MILLION, NOT_FINITE, pack
-from icejax.engine.decode.layer import LayerCounts, LayerInputs, LayerProgram, by_layer_options, layer_program
+from icejax.engine.decode.layer import LayerCounts, LayerInputs, LayerProgram, by_layer_options, layer_program, own_mesh
 from icejax.engine.penalties import RowPenalties
 from icejax.engine.plan import Plan
 from icejax.engine.sampling import RowSampling, choose, fold_in
 from icejax.models.decoder import CausalLM
+from icejax.models.parts.vocabulary import Ends
 from icejax.models.sharding import module_cuts
 from icejax.runtime import compiler_options
-from icejax.runtime.mesh import WHOLE, Mesh, on_mesh, total
+from icejax.runtime.mesh import WHOLE, Mesh, on_mesh, placed, total
 
 
 @jax.tree_util.register_dataclass
@@ -191,7 +192,8 @@ class StepParts(NamedTuple):
         for i, (layer, policy) in enumerate(zip(model.model.layers, plan.policies, strict=True)):
             leaves, tree = jax.tree.flatten(layer)
             number = jnp.asarray(np.int32(plan.pooled.index(i))) if i in plan.pooled else None
-            layers.append(StepLayer(layer_program(tree, policy, plan), leaves, policy, number))
+            number = number if own_mesh(plan) is None else placed(plan.mesh, number)  # else every step would copy it
+            layers.append(StepLayer(layer_program(tree, policy, plan.spec_of(i), plan), leaves, policy, number))
         ends, tree = jax.tree.flatten(model.ends)
         return cls(layers, ends, *end_programs(tree, plan))
 
@@ -217,13 +219,20 @@ class StepParts(NamedTuple):
 def end_programs(tree: jax.tree_util.PyTreeDef, plan: Plan) -> tuple[Callable, Callable]:
     """Returns the programs `begin` and `finish` of `StepParts`; `tree` is the structure of `CausalLM.ends`."""
 
+    def on_ends(run: Callable, leaves: list[jax.Array], *arrays: Any) -> Any:
+        ends = jax.tree.unflatten(tree, leaves)
+        return on_mesh(own_mesh(plan), run, (ends, *arrays), (module_cuts(ends), *(WHOLE,) * len(arrays)), WHOLE)
+
     @functools.partial(jax.jit, compiler_options=by_layer_options(plan))
     def begin(ends: list[jax.Array], tokens: jax.Array) -> jax.Array:
-        return jax.tree.unflatten(tree, ends).embed_tokens(tokens[:, None])
+        return on_ends(lambda ends, tokens: ends.embed_tokens(tokens[:, None]), ends, tokens)
 
     @functools.partial(jax.jit, donate_argnums=2, keep_unused=True, compiler_options=by_layer_options(plan))
     def finish(ends: list[jax.Array], x: jax.Array, state: DecodeState, counts: list[LayerCounts]) -> tuple[DecodeState, Step]:
-        logits, lengths = jax.tree.unflatten(tree, ends).logits(x)[:, 0], state.cache.lengths
+        return on_ends(after_layers, ends, x, state, counts)
+
+    def after_layers(ends: Ends, x: jax.Array, state: DecodeState, counts: list[LayerCounts]) -> tuple[DecodeState, Step]:
+        logits, lengths = ends.logits(x)[:, 0], state.cache.lengths
         cache = dataclasses.replace(state.cache, lengths=dataclasses.replace(lengths, clock=lengths.clock + 1))
         state = choose_next(logits, dataclasses.replace(state, cache=cache), plan)
         batch = len(state.last_tokens)
