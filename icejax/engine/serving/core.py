@@ -121,7 +121,7 @@ class Core:
                 identity = fingerprint(model, policy, tokenizer) | {"weights": weights_sum(model)}
                 folder = PrefixFolder(prefix_dir, identity, self._row_plan, most_bytes=sizes.prefix_disk)
             # Several answers to a prompt of `generate` should be those of a prompt that is prefilled in one piece.
-            options = dict(cuts_tails=sizes.prefix_memory > 0, agreed=agreed)
+            options = dict(cuts=sizes.prefix_memory > 0, agreed=agreed)
             self._prefix_cache = PrefixCache(self._row_plan, extents, prefix_bytes, folder, **options)
         options = dict(share=share, most_waiting=most_waiting, prepare=self._prefix_cache and self._prefix_cache.prepare)
         options |= dict(smaller=self.plan.smaller_sizes if sizes.resizes else ())

@@ -60,7 +60,7 @@ class PrefixCache:
         most_bytes: int,
         folder: PrefixFolder | None = None,
         *,
-        cuts_tails: bool = True,
+        cuts: bool = True,
         agreed: Callable[[int], int] = lambda value: value,
     ) -> None:
         """Begins with an empty store in memory.
@@ -69,10 +69,10 @@ class PrefixCache:
             plan: the plan of a batch of one row.
             extents: the extents of the pool, of which entries take those that no row needs; None without a pool.
             most_bytes: bytes of the entries' arrays.
-            cuts_tails: whether long prompts are also stored without their end, for prompts that end otherwise.
+            cuts: whether prompts are also stored without their end, for prompts that end otherwise.
             agreed: as in `Core`; called with the bytes of this process's shares of an entry.
         """
-        self.folder, self._cuts_tails, self._agreed = folder, cuts_tails, agreed
+        self.folder, self._cuts, self._agreed = folder, cuts, agreed
         self._plan, self._extents, self.prefixes = plan, extents, Prefixes(extents, most_bytes=most_bytes)
         self._evicts = any(policy.evicts for policy in plan.policies)
         # Text never fills sinks that a prompt left empty, and a row that joins a batch counts all of them.
@@ -100,13 +100,13 @@ class PrefixCache:
             entry, held = stored, stored.length
         whole, can_cut, cuts = max(whole, 0 if stored is None else stored.length), self._can_cut(len(tokens)), []
         # In memory an entry that can be cut serves as well as one of its beginning; on the disk only the beginning is found.
-        extends = not self._evicts and shared >= self._least
+        extends = self._cuts and not self._evicts and shared >= self._least
         if extends and whole + BLOCK <= shared and not (can_cut and self.folder is None):
             cuts.append(shared)
             held = min(held, shared - 1)  # the logits behind the beginning are stored too
         tail = len(tokens) - TAIL
-        extends = not self._evicts and tail >= self._least
-        if extends and self._cuts_tails and not can_cut and tail - max(held, *cuts, 0) > LEAST:
+        extends = self._cuts and not self._evicts and tail >= self._least
+        if extends and not can_cut and tail - max(held, *cuts, 0) > LEAST:
             cuts.append(tail)
         return Route(entry, held, () if held == len(tokens) else (*cuts, len(tokens)), shared)
 
