@@ -184,8 +184,7 @@ class Report:
         slots: tokens on the device, i32[B].
         allocated: device slots of each row.
         digest_bytes: bytes of the state that describe tokens and hold no keys or values.
-        estimates: the estimated relative error of the step, and the tokens attended exactly, means over KV heads; None: no
-            estimate.
+        estimates: means over KV heads of the step's estimated relative error and of the tokens attended exactly; or None.
     """
 
     pages: jax.Array | None

@@ -211,16 +211,6 @@ def test_without_a_store_the_prompt_of_a_second_answer_is_cut_nowhere(models):
     assert ticket.route.cuts == (len(DOCUMENT),)
 
 
-def test_a_prompt_that_reads_no_prefix_gets_the_extents_of_cached_ones(models):
-    core = core_of(models["qwen3-plain"], CACHES["clustered"], longest=300)
-    extents = core.scheduler.extents
-    table = extents.take(np.ones(extents.free, bool))
-    core._prefix_cache.prefixes.add(entry(DOCUMENT[:300], table=table))
-    extents.give_back(table)  # the prefix alone has them
-    core.submit(dataclasses.replace(job(DOCUMENT[300:600]), prompt_logprobs=0))
-    assert extents.free == 0 and core.scheduler.next() is Work.PREFILL
-
-
 def test_a_whole_entry_goes_before_one_that_gives_less_than_a_block_more():
     store = Prefixes(None, most_bytes=1000)
     store.add(entry([1] * 900, can_cut=True))
