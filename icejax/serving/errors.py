@@ -62,8 +62,9 @@ def api_error(error: BaseException) -> ApiError:
     match error:
         case ApiError():
             return error
-        case ContextFull():
-            return ApiError(400, str(error), param="messages or prompt", code="context_length_exceeded")
+        case ContextFull():  # in Anthropic's words, by which LiteLLM knows it
+            message = f"prompt is too long: {error}"
+            return ApiError(400, message, param="messages or prompt", code="context_length_exceeded")
         case InputError():
             return ApiError(400, str(error))
         case RuntimeError() if str(error).startswith("the engine"):
