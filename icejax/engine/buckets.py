@@ -37,12 +37,12 @@ def room_for(new_tokens: int, *, prompt: int, heads: int | None = None) -> int:
 
     Behind 16,384 tokens and more it is a multiple of 1,024: XLA:GPU splits products over that many tokens into parts, and
     copies all values in every step if the parts do not divide the tokens. With one of `heads`, a device's KV heads, there are
-    more parts, and the multiple is 2,048; over 262,144 tokens and more it is 4,096. A session opens on any mesh, so for its
-    sizes `heads` is None, and the multiple 1,024.
+    more parts, and the multiple is 2,048; with one or two, behind 262,144 tokens and more, it is 4,096. A session opens on any
+    mesh, so for its sizes `heads` is None, and the multiple 1,024.
 
     Examples: 256 new tokens get 256 slots after 1,024 prompt tokens, and 1,024 slots after 16,384.
     """
     new, multiple = bucket(new_tokens), LONG_MULTIPLE
     if heads is not None:
-        multiple *= 4 if prompt >= 32 * STEP else 2 if heads == 1 else 1
+        multiple *= 4 if heads <= 2 and prompt >= 32 * STEP else 2 if heads == 1 else 1
     return new if prompt < 2 * STEP else -(-new // multiple) * multiple
