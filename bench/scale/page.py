@@ -32,7 +32,8 @@ TEXT = """# One decode step on 1, 2, 4 and 8 devices
 * *cache*: keys, values and digests on the device. *pool*: pages in this device's share of host memory, in all N times that.
 * *fits*: whether weights, cache and temporary memory fit the device; prefill needs more. A model that does not fit is counted
   all the same: *GiB weights* and *GiB cache* are what a device would need.
-* Rows without *GFLOP* come from `--sizes`, which compiles nothing: their bytes are those of the arrays' shapes.
+* Rows without *GFLOP* come from `--sizes`, which compiles nothing: their bytes are those of the arrays' shapes. They wait for a
+  machine with time: to compile DeepSeek-R1 with the full cache on 4 devices took 24 seconds of a CPU core.
 * *device*, *host*: bytes that a step moves in the device's memory, and from host memory, where no page is there already.
 * *summed*: bytes of the arrays that a step sums over the devices, *sums*: how many such sums of activations.
 * *ms*: these bytes, or operations, at the peak rate of the link; nothing reaches it. *tokens/s*: of the longest of the four.

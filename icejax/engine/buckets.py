@@ -32,16 +32,17 @@ def text_bucket(tokens: int) -> int:
     return bucket(tokens) if tokens > SHORTEST // 2 else max(SHORTEST_TEXT, 1 << (tokens - 1).bit_length())
 
 
-def room_for(new_tokens: int, *, prompt: int, one_head: bool = False) -> int:
+def room_for(new_tokens: int, *, prompt: int, heads: int | None = None) -> int:
     """Returns the number of slots for new tokens after a prompt that is padded to `prompt` tokens.
 
     Behind 16,384 tokens and more it is a multiple of 1,024: XLA:GPU splits products over that many tokens into parts, and
-    copies all values in every step if the parts do not divide the tokens. A product of `one_head`, a device's only KV head, has
-    more parts: the multiple is 2,048, and 4,096 after 262,144 tokens and more.
+    copies all values in every step if the parts do not divide the tokens. With one of `heads`, a device's KV heads, there are
+    more parts, and the multiple is 2,048; with one or two, behind 262,144 tokens and more, it is 4,096. A session opens on any
+    mesh, so for its sizes `heads` is None, and the multiple 1,024.
 
     Examples: 256 new tokens get 256 slots after 1,024 prompt tokens, and 1,024 slots after 16,384.
     """
     new, multiple = bucket(new_tokens), LONG_MULTIPLE
-    if one_head:
-        multiple *= 2 if prompt < 32 * STEP else 4
+    if heads is not None:
+        multiple *= 4 if heads <= 2 and prompt >= 32 * STEP else 2 if heads == 1 else 1
     return new if prompt < 2 * STEP else -(-new // multiple) * multiple

@@ -84,8 +84,8 @@ def make_layout(
     several = batch_size > 1 or joins
     renewal = _renewal(config, prompt_tokens, new_tokens, several=several)
     # A session may be opened on another mesh, so its sizes do not depend on how many heads a device has.
-    one_head = config.num_key_value_heads == 1 and not extends
-    spec = _spec(config, dtype, batch_size, max(prompt_tokens, renewal), new_tokens, one_head=one_head)
+    heads = None if extends else config.num_key_value_heads
+    spec = _spec(config, dtype, batch_size, max(prompt_tokens, renewal), new_tokens, heads=heads)
     policies = layer_policies(policy, config, capacity=spec.capacity)
     policies = tuple(layer_policy.for_platform(platform, latent=spec.latent) for layer_policy in policies)
     spec = _with_pages(spec, policies, new_tokens, extends=extends, joins=batch_size > 1 and (joins or renewal > 0))
@@ -101,7 +101,7 @@ def make_layout(
 
 
 def _spec(
-    config: ModelConfig, dtype: str, batch_size: int, prompt_tokens: int, new_tokens: int, *, one_head: bool
+    config: ModelConfig, dtype: str, batch_size: int, prompt_tokens: int, new_tokens: int, *, heads: int | None
 ) -> CacheSpec:
     """Returns the sizes of a cache before they are rounded to pages."""
     prompt = bucket(prompt_tokens)
@@ -113,7 +113,7 @@ def _spec(
         value_dim=config.value_dim,
         latent=config.latent is not None,
         prompt_capacity=prompt,
-        new_capacity=room_for(new_tokens, prompt=prompt, one_head=one_head),
+        new_capacity=room_for(new_tokens, prompt=prompt, heads=heads),
         dtype=dtype,
     )
 
@@ -137,7 +137,7 @@ def _with_pages(spec: CacheSpec, policies: Sequence[CachePolicy], new_tokens: in
     pools = [pool for pool in (policy.pool(spec) for policy in policies) if pool is not None]
     every = max((pool.compact_every for pool in pools), default=0)
     if joins and pools:
-        sizes = dict(prompt=spec.prompt_capacity, one_head=spec.num_kv_heads == 1 and not extends)
+        sizes = dict(prompt=spec.prompt_capacity, heads=None if extends else spec.num_kv_heads)
         room = room_for(new_tokens + pools[0].page_size, **sizes)
         if room >= every > 0:  # as many tokens are packed again
             room = room_for(new_tokens + every + pools[0].page_size, **sizes)
