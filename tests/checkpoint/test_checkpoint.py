@@ -367,7 +367,7 @@ def test_failed_conversion_leaves_only_the_old_folder(folder, tmp_path, capsys, 
     assert convert("hf_to_orbax", [str(folder), str(target)]) == 0
     before = sorted(p.name for p in tmp_path.iterdir())
 
-    def interrupt(*_):
+    def interrupt(*_, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(converters.orbax, "save", interrupt)
