@@ -9,6 +9,8 @@ import pytest
 import tensorstore as ts
 
 from icejax.checkpoint import boxes, convert, load
+from icejax.checkpoint.gguf.metadata import Tensor
+from icejax.checkpoint.gguf.numbers import read_numbers
 from icejax.checkpoint.readers import orbax
 from icejax.checkpoint.tensors import stored_tensors
 from icejax.commands import convert as command
@@ -144,6 +146,17 @@ def test_devices_write_what_one_writes(small, tmp_path, monkeypatch, to, quantiz
         assert (tensor.shape, tensor.dtype) == (several[key].shape, several[key].dtype)
         np.testing.assert_array_equal(tensor.read(), several[key].read(), err_msg=key)
     assert size_of(tmp_path / "several") < 1.5 * size_of(tmp_path / "one") + 2**17  # no chunk is written twice
+
+
+def test_rows_of_interleaved_heads_are_read_in_parts(tmp_path):
+    """The devices of a conversion cut a GGUF file's heads, whose rows are interleaved."""
+    x = np.random.default_rng(0).standard_normal((32, 5)).astype(np.float32)
+    (tmp_path / "x").write_bytes(x.tobytes())
+    tensor = Tensor(tmp_path / "x", "F32", x.shape, 0, x.nbytes)
+    whole = read_numbers(tensor, heads=4)
+    np.testing.assert_array_equal(whole[:8], x[[0, 2, 4, 6, 1, 3, 5, 7]])
+    for box in (np.s_[3:6, 0:5], np.s_[6:17, 1:4], np.s_[8:16, 0:5], np.s_[30:32, 0:5]):
+        np.testing.assert_array_equal(read_numbers(tensor, heads=4, box=box), whole[box])
 
 
 def test_a_device_holds_its_rows_alone(wide, tmp_path, monkeypatch):

@@ -51,7 +51,8 @@ def read_stored(tensor: Tensor, *, expert: int | None = None, heads: int = 0, bo
     Args:
         expert: reads its matrix alone from a tensor [E, ...]; None: the whole tensor.
         heads: number of heads whose interleaved rows are put in order; 0: none.
-        box: the numbers to read, in whole blocks, and in whole heads where their rows are interleaved; None: all.
+        box: the numbers to read, in whole blocks; None: all. Where rows of heads are interleaved, the heads that it cuts are
+            read whole.
 
     Raises:
         InputError: the file cannot be read, or has become shorter since its header was read.
@@ -62,6 +63,10 @@ def read_stored(tensor: Tensor, *, expert: int | None = None, heads: int = 0, bo
         shape, start = shape[1:], start + expert * size
     dtype = FLOATS.get(tensor.type, np.dtype(np.uint8))
     width = size // math.prod(shape[:-1]) // dtype.itemsize  # of a row, in its stored units
+    head, asked = shape[0] // heads if heads else 1, slice(None)
+    if box is not None and heads:
+        outer = slice(box[0].start // head * head, -(-box[0].stop // head) * head)
+        asked, box = slice(box[0].start - outer.start, box[0].stop - outer.start), (outer, *box[1:])
     if box is not None:
         box = (*box[:-1], slice(*(bound * width // shape[-1] for bound in (box[-1].start, box[-1].stop))))
     with input_error_from(f"{tensor.file} cannot be read"), tensor.file.open("rb", buffering=0) as stream:
@@ -70,8 +75,7 @@ def read_stored(tensor: Tensor, *, expert: int | None = None, heads: int = 0, bo
         except EOFError:
             raise InputError(f"{tensor.file} has become shorter while it was read: fetch it again") from None
     if heads:
-        size = shape[0] // heads
-        rows = rows.reshape(len(rows) // size, size // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+        rows = rows.reshape(len(rows) // head, head // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)[asked]
     return rows
 
 
