@@ -77,13 +77,14 @@ def keep_nothing(q: jax.Array, k: jax.Array, v: jax.Array, attended: Attended) -
 
 def run_exact(
     layer: DecoderLayer,
-    x: Float[Array, "B T D"],
+    x: Float[Array, "B t D"],
     lengths: Int[Array, " B"],
     keep: Callable[[jax.Array, jax.Array, jax.Array, Attended], Kept] = keep_nothing,
-) -> tuple[Float[Array, "B T D"], Kept]:
+) -> tuple[Float[Array, "B t D"], Kept]:
     """Runs a layer over right-padded texts from their beginning, with the exact causal attention of the layer.
 
     Args:
+        x: the layer's input, on a mesh of the device's own tokens.
         lengths: number of tokens of each row.
         keep: called with the queries [B, T, N, H], keys and values [B, T, K, H] in the form that a cache keeps, and the
             attention's result. A latent layer attends in its expanded form, whose log-sum-exp is the same.
@@ -96,10 +97,10 @@ def run_exact(
 
 def run_exact_with_experts(
     layer: DecoderLayer,
-    x: Float[Array, "B T D"],
+    x: Float[Array, "B t D"],
     lengths: Int[Array, " B"],
     keep: Callable[[jax.Array, jax.Array, jax.Array, Attended], Kept],
-) -> tuple[Float[Array, "B T D"], Kept, Int[Array, "B T k"] | None]:
+) -> tuple[Float[Array, "B t D"], Kept, Int[Array, "B T k"] | None]:
     """Returns the results of `run_exact` and the ids of each token's experts; None for a layer without experts."""
     tokens = jnp.arange(x.shape[1] * stream_parts(layer.mesh), dtype=jnp.int32)
     positions = jnp.broadcast_to(tokens[None, :], (len(x), len(tokens)))

@@ -85,7 +85,7 @@ class Attention(nnx.Module):
         """Returns heads after RoPE as if their tokens stood `by` positions later; `seen` counts the tokens of each row."""
         return rerotate(heads, by, seen, rope=self.rope)
 
-    def output(self, heads: Float[Array, "B T N H"], *, expanded: bool = False) -> Float[Array, "B T D"]:
+    def output(self, heads: Float[Array, "B T N H"], *, expanded: bool = False) -> Float[Array, "B t D"]:
         """Returns the attention block's output from its heads; `expanded` matters to latent attention only."""
         del expanded
         return self.o_proj(heads.reshape(*heads.shape[:2], -1))

@@ -97,7 +97,7 @@ class LatentAttention(nnx.Module):
         latent = jnp.broadcast_to(heads[..., : self.config.kv_lora_rank], (*rotated.shape[:-1], self.config.kv_lora_rank))
         return jnp.concatenate([latent, rotated], axis=-1)
 
-    def output(self, heads: Float[Array, "B T N H"], *, expanded: bool = False) -> Float[Array, "B T D"]:
+    def output(self, heads: Float[Array, "B T N H"], *, expanded: bool = False) -> Float[Array, "B t D"]:
         """Returns the attention block's output from attended latents, or from attended values if `expanded`."""
         if not expanded:
             # Makes keys too and drops them: XLA:GPU would copy the value half of the weights.
