@@ -39,6 +39,7 @@ FAULTS = (
     ("models/sharding.py", 'module in BY_OUTPUT or name in ("sinks", "head")', "module in BY_OUTPUT", "engine/test_several_devices.py::test_weights_are_cut_by_heads_and_inner_channels"),
     ("models/sharding.py", '"q_b_proj", "kv_b_proj", "embed', '"q_b_proj", "embed', "engine/test_several_devices.py::test_weights_are_cut_by_heads_and_inner_channels"),
     ("engine/layout.py", "if spec.latent and layer_policy.evicts and layer_policy.by_queries:", "if False:", "engine/test_several_devices.py::test_a_latent_cache_that_evicts_is_refused"),
+    ("cache/policies/keydiff.py", "by_queries = False", "by_queries = True", "engine/test_several_devices.py::test_a_latent_cache_that_evicts_is_refused"),
     ("cache/policies/packed.py", "return not self.estimate", "return True", "engine/test_several_devices.py::test_caches_that_mix_heads_are_refused"),
     ("files/whole_lines.py", "if line.endswith(b\"\\n\") else 0", "", "commands/test_many_prompts.py::test_shares_are_the_whole_and_a_run_goes_on"),
     ("commands/many/run.py", "if line.index % count == index", "if line.number % count == index", "commands/test_many_prompts.py::test_shares_are_the_whole_and_a_run_goes_on"),

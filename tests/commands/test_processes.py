@@ -35,7 +35,9 @@ def outcomes(started):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "names"), [(2, ("full-2", "clustered", "coded", "snapkv")), (4, ("full-4",))])
+@pytest.mark.parametrize(
+    ("count", "names"), [(2, ("full-2", "clustered", "coded", "snapkv", "experts clustered")), (4, ("full-4",))]
+)
 def test_several_processes_decode_as_one_device(count, names):
     address = coordinator()
     commands = [["-m", "tests.helpers.in_processes", address, str(count), str(i), *names] for i in range(count)]
