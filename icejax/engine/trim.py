@@ -48,9 +48,10 @@ def joint_of(plan: Plan, cache: KVCache) -> Joint | None:
     if not plan.pooled:
         return None
     layer = plan.pooled[0]
-    layout, first = plan.policies[layer].window_layout, cache.layers[layer].window.first
-    start = int(layout.start(cache.lengths)[0, 0])
-    return Joint(start, int(cache.lengths.next_page)) if min(start, int(first[0])) >= layout.sinks else None
+    layout, first = plan.policies[layer].window_layout, int(cache.layers[layer].window.first[0])
+    # Behind a cache that was trimmed a short text does not fill the window: the tokens before `first` are in pages.
+    start = max(int(layout.start(cache.lengths)[0, 0]), first)
+    return Joint(start, int(cache.lengths.next_page)) if first >= layout.sinks else None
 
 
 def fits(plan: Plan, cache: KVCache, joint: Joint) -> bool:

@@ -75,6 +75,18 @@ def test_a_cache_that_has_lost_tokens_cannot_be_trimmed(model, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_short_text_behind_a_trimmed_cache_has_its_joint(model):
+    """3 tokens do not fill the window: the cache can end where it was trimmed, and not at a token before."""
+    right, policy = families.tokens(400), POLICIES["clustered"]
+    plan = plan_for(model, policy, [right], 1500)
+    state, _, pool = prefill(model, [right[:FIRST]], plan)
+    joint = joint_of(plan, state.cache)
+    state, _, pool = extend(model, families.tokens(WRONG, seed=7), plan, state, pool)
+    state, _, pool = extend(model, right[joint.tokens : joint.tokens + 3], plan, trim(state, plan, joint), pool)
+    assert joint_of(plan, state.cache) == joint and fits(plan, state.cache, joint)
+
+
+@pytest.mark.slow
 def test_a_short_first_text_has_no_joint(model):
     """Its sinks are not full, and later tokens are in pages: the mask of the sinks could not tell."""
     plan = plan_for(model, POLICIES["clustered"], [families.tokens(20)], 100)
