@@ -36,6 +36,7 @@ def outcomes(started):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("count", "names"),
     [
         (2, ("full-2", "clustered", "coded", "snapkv", "experts clustered", "latent clustered")),
         (4, ("full-4", "experts clustered", "latent keydiff")),
