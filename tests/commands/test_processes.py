@@ -36,7 +36,11 @@ def outcomes(started):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("count", "names"), [(2, ("full-2", "clustered", "coded", "snapkv", "experts clustered")), (4, ("full-4",))]
+    ("count", "names"),
+    [
+        (2, ("full-2", "clustered", "coded", "snapkv", "experts clustered", "latent clustered")),
+        (4, ("full-4", "experts clustered", "latent keydiff")),
+    ],
 )
 def test_several_processes_decode_as_one_device(count, names):
     address = coordinator()

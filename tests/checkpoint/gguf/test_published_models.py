@@ -1,4 +1,7 @@
-"""Published GGUF files: 64 greedy tokens behind 4,000 of real text are transformers', with the full and the clustered cache."""
+"""Published GGUF files: 64 greedy tokens behind 4,000 of real text are transformers', with the full and the clustered cache.
+
+On several devices they have the logits and the text of one.
+"""
 
 from pathlib import Path
 
@@ -6,6 +9,8 @@ import pytest
 
 from bench import published
 from icejax.checks.errors import InputError
+from tests import tolerances
+from tests.helpers import published_on_devices
 from tests.helpers.greedy_text import NEW_TOKENS, PROMPT_TOKENS, text_after
 
 HOME = Path("~/.cache/icejax/published").expanduser()  # the user's cache, so that a file is fetched once
@@ -28,3 +33,18 @@ def test_greedy_text_is_transformers(name, monkeypatch):
     assert (ours["full"], ours["clustered"]) == (expected, expected)
     again = text_after("icejax", folder, ours["tokens"])
     assert (again["full"], again["clustered"]) == (expected, expected)
+
+
+@pytest.mark.published
+@pytest.mark.parametrize(
+    ("name", "devices"), [pytest.param("smollm2-135m", 3, marks=pytest.mark.slow), ("qwen2.5-coder-0.5b", 2)]
+)
+def test_several_devices_decode_a_file_as_one(name, devices, monkeypatch):
+    """As many devices as the models have KV heads; their weights stay codes."""
+    monkeypatch.setattr(published, "home", lambda: HOME)
+    try:
+        file = published.gguf(name)
+    except InputError as error:
+        pytest.skip(str(error))
+    for result in published_on_devices.compared(file, devices, "full", "clustered"):
+        assert result["same_tokens"] and result["error"] < tolerances.LOGITS, result
