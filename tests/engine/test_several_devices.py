@@ -28,7 +28,7 @@ from tests.helpers.kept_on_devices import KEPT
 from tests.helpers.on_devices import CASES, LATENT, LLAMA
 
 # Sums over devices round otherwise; a code of 4 bits may then be another one.
-TOLERANCE = dict.fromkeys(CASES, tolerances.LOGITS) | {"coded": tolerances.CODES}
+TOLERANCE = dict.fromkeys(CASES, tolerances.LOGITS) | {"coded": tolerances.CODES_ON_DEVICES}
 # Models that are run with several caches, each in one process.
 TOGETHER = [[name for name in CASES if name.partition(" ")[0] == model] for model in ("experts", "latent")]
 OF_CACHE = {"append", "select", "fetch", "attend", "pack", "evict"}  # named scopes of caches
