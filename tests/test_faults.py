@@ -56,7 +56,7 @@ FAULTS = (
     ("runtime/mesh.py", "if parts == 1 or x.shape[1] == 1:", "if parts == 1:", "engine/test_several_devices.py::test_of_a_prompt_each_device_has_the_sums_of_its_own_tokens"),
     ("runtime/mesh.py", "place() * x.shape[2]", "0", "engine/test_several_devices.py::test_of_a_prompt_each_device_has_the_sums_of_its_own_tokens"),
     ("runtime/mesh.py", "if sizes[0] != sizes[1]]", "if sizes[0] == sizes[1]]", "engine/test_several_devices.py::test_cuts_are_where_shares_differ"),
-    ("engine/prompt_logprobs.py", "tokens[first + 1 : first + 1 + BLOCK]", "tokens[first : first + BLOCK][1:]", "api/test_prompt_logprobs.py::test_they_are_those_of_exact_attention[full]"),
+    ("engine/serving/prompt_logprobs.py", "tokens[first + 1 : first + 1 + BLOCK]", "tokens[first : first + BLOCK][1:]", "api/test_prompt_logprobs.py::test_they_are_those_of_exact_attention[full]"),
     ("engine/serving/prefix_cache.py", " if ticket.request.reads_prefixes else whole", "", "api/test_prompt_logprobs.py::test_a_stored_prefix_is_not_used_and_nothing_is_stored"),
     ("engine/decode/constrained.py", "state.penalties.before(step.tokens)", "state.penalties", "engine/test_constrained.py::test_a_choice_under_masks_is_that_of_numpy"),
     ("engine/decode/constrained.py", "done=~rows", "done=state.done", "engine/test_constrained.py::test_a_choice_under_masks_is_that_of_numpy"),

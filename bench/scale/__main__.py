@@ -44,8 +44,9 @@ def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     names = listed("--shape", arguments.shape, tuple(shapes.SHAPES))
     if arguments.sizes and arguments.whole:
         raise InputError("--sizes compiles nothing: leave --whole out")
-    for name in () if arguments.sizes else machines:
-        compile.check_compiler(targets.target(name))
+    if not arguments.sizes:
+        for name in machines:
+            compile.check_compiler(targets.target(name))
     for shape, (name, links), count, weight in itertools.product(names, machines.items(), counts, weights):
         target = targets.target(name)
         policies = {x: make_policy(x, OPTIONS.get((x, target.platform), {})) for x in caches}

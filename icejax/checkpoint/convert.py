@@ -29,7 +29,7 @@ CONFIG = "config.json"  # the file that marks a checkpoint folder
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is converted, and how.
+    """The source and the form of a conversion.
 
     Attributes:
         folder: the source.

@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
 
 def pieces(tensors: Tensors, mesh: Mesh | None) -> Iterator[Piece]:
-    """Yields the pieces of all tensors that this process writes; one is in memory at a time, and its codes if it is rounded.
+    """Yields the pieces of all tensors; one is in memory at a time, and its codes if it is rounded.
 
     A device of a mesh rounds its rows itself. A tensor that cannot be read in boxes is one piece, the first device's.
     """
@@ -74,14 +74,12 @@ def _read(stored: Stored, rows: slice | None) -> np.ndarray:
 
 
 def _shares(stored: Stored, mesh: Mesh | None) -> Iterator[tuple[jax.Device | None, slice | None]]:
-    """Yields the devices of this process and their rows of a tensor; None: the default device, and all rows."""
+    """Yields the devices and their rows of a tensor; None: the default device, and all rows."""
     if mesh is None:
         yield None, None
         return
     stretches = _stretches(stored.shape, mesh) if stored.in_boxes and stored.shape else [None]
-    for device, rows in zip(mesh.devices.devices.flat, stretches, strict=False):
-        if device.process_index == jax.process_index():
-            yield device, rows
+    yield from zip(mesh.devices.devices.flat, stretches, strict=False)
 
 
 def _stretches(shape: Sequence[int], mesh: Mesh | None) -> list[slice]:

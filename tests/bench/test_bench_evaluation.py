@@ -1,4 +1,4 @@
-"""`bench.evaluation`: answers behind a shared prefill, runs that continue, what is left, and the page."""
+"""`bench.evaluation`: answers behind a shared prefill, runs that continue, the remaining runs, and the page."""
 
 import gzip
 import json

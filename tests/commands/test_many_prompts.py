@@ -1,4 +1,4 @@
-"""Answers of a prompt file in a file that grows: shares, a run that continues, and what is refused."""
+"""Answers of a prompt file in a file that grows: shares, a run that continues, and refusals."""
 
 import json
 import os

@@ -26,12 +26,12 @@ from icejax.engine.first_token import choose_from
 from icejax.engine.penalties import row_options
 from icejax.engine.plan import Plan
 from icejax.engine.prefill import prefill
-from icejax.engine.prompt_logprobs import prompt_logprobs
 from icejax.engine.sampling import Sampling, row_keys
 from icejax.engine.serving.cropped import layers_in
 from icejax.engine.serving.prefix_cache import PrefixCache
 from icejax.engine.serving.prefix_folder import LOGITS, StoredPrefix
 from icejax.engine.serving.prefixes import Entry
+from icejax.engine.serving.prompt_logprobs import prompt_logprobs
 from icejax.engine.serving.route import Route, pieces
 from icejax.engine.snapshot.row_arrays import pages_in, saved_extents
 from icejax.engine.units.job import PrefillJob
