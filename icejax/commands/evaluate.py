@@ -247,4 +247,5 @@ def score(arguments: argparse.Namespace, harness_model: Any) -> Path:
     if is_first(arguments):
         with _written(folder):
             scores.save(folder)
+    harness_model.answers.close()
     return folder

@@ -27,7 +27,8 @@ class Answers:
             identity: names the model and its cache, as JSON.
 
         Raises:
-            InputError: the file cannot be read or written, is no such file, or its answers are of another model or cache.
+            InputError: the file cannot be read or written, another process writes it, it is no such file, or its answers are of
+                another model or cache.
         """
         self._answers: dict[str, Any] = {}
         self._measured: dict[str, dict[str, Any]] = {}
@@ -88,3 +89,8 @@ class Answers:
             self._lines.add(json.dumps(dict(request=key, answer=answer, measured=measured)).encode())
         except OSError as error:
             raise self._unusable(error) from None
+
+    def close(self) -> None:
+        """Lets another process write the file; the answers stay here."""
+        if self._lines is not None:
+            self._lines.close()

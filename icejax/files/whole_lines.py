@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable
 from typing import BinaryIO
 
+from icejax.checks.errors import InputError
+
 
 class WholeLines:
-    """The lines of a file, to which others are added.
+    """The lines of a file, to which others are added; one writer at a time may have it.
 
     Attributes:
         size: bytes of the lines that the file had at first.
@@ -26,9 +29,15 @@ class WholeLines:
                 before anything is removed.
 
         Raises:
-            OSError: the file cannot be read or written.
+            InputError: another process writes the file.
+            OSError: it cannot be read or written.
         """
         self._file, self.size = file, 0
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            told = f"{file.name} is being written by another process: wait for it, or give another --output"
+            raise InputError(told) from None
         for line in file if file.readable() else ():
             take(line)
             self.size += len(line) if line.endswith(b"\n") else 0
@@ -42,5 +51,5 @@ class WholeLines:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file; another process may write it."""
         self._file.close()

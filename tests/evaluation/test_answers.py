@@ -22,10 +22,12 @@ def test_answers_are_read_again_and_a_torn_line_is_dropped(tmp_path):
     first.add(two, [-2.5, True], TOOK)
     with file.open("ab") as torn:
         torn.write(b'{"request": "' + three.encode())
+    first.close()
     again = Answers(file, IDENTITY)
     assert (again[one], again[two], three in again) == ("1", [-2.5, True], False)
     again.add(three, "3", TOOK)
     assert (again.measured(one), again.measured(two)) == (dict(new_tokens=7), TOOK)
+    again.close()
     assert Answers(file, IDENTITY)[three] == "3"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
@@ -56,6 +58,17 @@ def test_other_answers_are_refused_and_stay(tmp_path):
     assert other.read_text() == "mine"
     with pytest.raises(InputError, match="cannot be used: Is a directory"):
         Answers(tmp_path, IDENTITY)
+
+
+def test_one_run_at_a_time_writes_a_file(tmp_path):
+    first = Answers(file := tmp_path / "answers.jsonl", IDENTITY)
+    first.add("k", 1, TOOK)
+    with pytest.raises(
+        InputError, match=f"^{file} is being written by another process: wait for it, or give another --output$"
+    ):
+        Answers(file, IDENTITY)
+    first.close()
+    assert (first["k"], Answers(file, IDENTITY)["k"]) == (1, 1)
 
 
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,11 +30,7 @@ class Output:
         """
         self._path, self.keys = path, set[str]()
         try:
-            file = path.open("x+b") if not path.exists() else path.open("r+b")
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._lines = WholeLines(file, self._take)
-        except BlockingIOError:
-            raise InputError(f"{path} is being written by another process: wait for it, or give another --output") from None
+            self._lines = WholeLines(path.open("x+b") if not path.exists() else path.open("r+b"), self._take)
         except OSError as error:
             raise InputError(f"{path} cannot be used: {error.strerror}") from None
 
