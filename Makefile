@@ -11,6 +11,9 @@ KVPRESS := .venv-kvpress
 # What says of whole models that their numbers are right is run once more with programs as users have them.
 OPTIMISED := tests/models/test_parity.py tests/cache/test_clustered.py -k "(equal_transformers and fan_in) or greedy_text_equals or equal_the_reference"
 
+# Seconds since 1970 after which no further test of the two longest suites begins; -rs tells how many were not run.
+LIMITED = $(if $(UNTIL),--until $(UNTIL) -rs)
+
 .PHONY: run test test-bench test-slow test-published test-aot lint
 
 run: $(VENV)/installed
@@ -23,14 +26,14 @@ test-bench: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m "bench and not slow" -n 2 --dist worksteal
 
 test-slow: $(VENV)/installed-dev $(KVPRESS)/installed
-	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
-	XLA_FLAGS= $(BIN)/python -m pytest -n 2 --dist load $(OPTIMISED)
+	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal $(LIMITED)
+	XLA_FLAGS= $(BIN)/python -m pytest -n 2 --dist load $(OPTIMISED) $(LIMITED)
 
 test-published: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m published  # one model after another, 8 GB; they stay in the user's cache directory
 
 test-aot: $(AOT)/installed
-	XLA_FLAGS= $(AOT)/bin/python -m pytest -m slow -n 2 tests/aot/test_aot.py
+	XLA_FLAGS= $(AOT)/bin/python -m pytest -m slow -n 2 tests/aot/test_aot.py $(LIMITED)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
