@@ -30,7 +30,7 @@ test-slow: $(VENV)/installed-dev $(KVPRESS)/installed
 	XLA_FLAGS= $(BIN)/python -m pytest -n 2 --dist load $(OPTIMISED) $(LIMITED)
 
 test-published: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m published  # one model after another, 8 GB; they stay in the user's cache directory
+	XLA_FLAGS= $(BIN)/python -m pytest -m published  # optimised programs, one model after another, 8 GB; they stay in the user's cache directory
 
 test-aot: $(AOT)/installed
 	XLA_FLAGS= $(AOT)/bin/python -m pytest -m slow -n 2 tests/aot/test_aot.py $(LIMITED)

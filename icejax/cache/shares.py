@@ -1,6 +1,7 @@
 """How the arrays of a cache are cut for the devices of a mesh: along the axis of their KV heads.
 
-In latent attention each device has its own copy of the one key, as if it were a KV head of its own.
+A device that has a copy of a KV head of another one has it as if it were its own. In latent attention all devices have
+the one key, and on a mesh `heads=N,tokens=M` M devices have the same KV head.
 """
 
 from __future__ import annotations
@@ -22,12 +23,20 @@ def whole_spec(spec: CacheSpec, mesh: Mesh | None) -> CacheSpec:
     """Returns the sizes of a layer's cache over all devices; `spec` has those of one device's share."""
     if mesh is None:
         return spec
-    return replace(spec, num_heads=spec.num_heads * mesh.heads, num_kv_heads=spec.num_kv_heads * mesh.heads)
+    return replace(spec, num_heads=spec.num_heads * mesh.size, num_kv_heads=spec.num_kv_heads * mesh.size)
+
+
+def copies(spec: CacheSpec, mesh: Mesh | None) -> int:
+    """Returns the number of devices, in a row, that have a copy of the same KV heads."""
+    if mesh is None:
+        return 1
+    return mesh.size if spec.latent else mesh.tokens
 
 
 def saved_spec(spec: CacheSpec, mesh: Mesh | None) -> CacheSpec:
     """Returns the sizes of a layer's cache on one device for the whole model, in which a row is saved from any mesh."""
-    return replace(whole_spec(spec, mesh), num_kv_heads=1) if spec.latent else whole_spec(spec, mesh)
+    whole = whole_spec(spec, mesh)
+    return replace(whole, num_kv_heads=whole.num_kv_heads // copies(spec, mesh))
 
 
 def state_cuts(policy: CachePolicy, spec: CacheSpec, mesh: Mesh | None) -> Any:

@@ -118,7 +118,8 @@ def load_model(
         experts_on_host: number of experts per layer on the device, while host memory holds all experts; True: half. Prefill
             fetches the experts of one layer after another, a decode step the experts that its tokens are routed to. None: all
             experts are on the device.
-        mesh: `heads=N`, or N: the devices that share the KV heads, each with its part of the weights. None: one device.
+        mesh: `heads=N`, or N: the devices that share the KV heads, each with its part of the weights; `heads=N,tokens=M`: M
+                devices to each KV head. None: one device.
         progress: called after every parameter.
 
     Raises:
@@ -187,7 +188,7 @@ def _on_mesh(
             share = functools.partial(_share, read, key, shape, mesh, by_row=on_cpu)
         else:
             whole = _grouped(read(None), by_row=on_cpu)
-            share = functools.partial(sharding.share_of, whole, sharding.weight_cuts(key, whole), mesh)
+            share = functools.partial(sharding.share_of, key, whole, mesh)
             del whole
         yield key, sharding.put(key, shape, share, mesh, groups=groups[key])
         del share  # else its tensor is in memory while the next is read

@@ -87,5 +87,5 @@ def _stretches(shape: Sequence[int], mesh: Mesh | None) -> list[slice]:
     if mesh is None:
         return [slice(0, shape[0])]
     chunk = boxes.chunk_shape(shape, 1)[0]  # the size of a number counts for columns alone
-    step = -(-shape[0] // (chunk * mesh.heads)) * chunk or 1
+    step = -(-shape[0] // (chunk * mesh.size)) * chunk or 1
     return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)] or [slice(0, 0)]

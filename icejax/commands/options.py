@@ -150,7 +150,7 @@ def add_weights(parser: Parser) -> argparse._ArgumentGroup:
     hosted = "keep experts in host memory, and N of each layer on the device too (default: half of them)"
     group.add_argument("--experts-on-host", type=int, nargs="?", const=True, metavar="N", help=hosted)
     meshed = "heads=N: N devices share the KV heads, each with its part of the weights and pages (default: one device)"
-    group.add_argument("--mesh", metavar="heads=N", help=meshed)
+    group.add_argument("--mesh", metavar="heads=N[,tokens=M]", help=f"{meshed}; tokens=M: M devices to each KV head")
     text = f"where compiled programs are kept, the last used {compile_cache.MOST_BYTES // 2**30} GiB of them; 'none' keeps none"
     group.add_argument("--compile-cache", metavar="DIR", help=text)
     return group

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import display_name, layer_policies
+from icejax.cache.shares import copies
 from icejax.cache.sizes import CacheSpec, PoolSpec
 from icejax.checks.errors import InputError
 from icejax.config import ModelConfig
@@ -95,8 +96,12 @@ def make_layout(
             if not layer_policy.by_head:
                 check_one_device(mesh, f"the cache {display_name(layer_policy)}")
             # Each device would keep other tokens, by its own query heads.
-            if spec.latent and layer_policy.evicts and layer_policy.by_queries:
-                check_one_device(mesh, f"with latent attention the cache {display_name(layer_policy)}")
+            if copies(spec, mesh) > 1 and layer_policy.evicts and layer_policy.by_queries:
+                if spec.latent:
+                    check_one_device(mesh, f"with latent attention the cache {display_name(layer_policy)}")
+                raise InputError(
+                    f"the cache {display_name(layer_policy)} keeps a KV head on one device: leave tokens out of {mesh}"
+                )
     return Layout(policies, spec, platform, _other_heads(config), renewal, mesh)
 
 

@@ -9,13 +9,14 @@ other weights are whole on every device: norms, routers, and the biases after th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from icejax.checks.errors import InputError
@@ -27,6 +28,7 @@ from icejax.runtime.mesh import AXIS, WHOLE, Mesh, cut
 
 BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_b_proj", "kv_b_proj", "embed_tokens", "lm_head")
 BY_INPUT = ("o_proj", "down_proj")
+OF_KV_HEADS = ("k_proj", "v_proj")
 
 
 def weight_cut(key: str) -> PartitionSpec:
@@ -64,29 +66,30 @@ def weight_cuts(key: str, weight: Any, *, groups: int | None = None) -> Any:
 
 def check_groups(key: str, groups: int, mesh: Mesh) -> None:
     """Raises InputError if a mesh would cut groups of a quantised matrix's columns, of which each row has `groups`."""
-    if key.split(".")[-2] in BY_INPUT and groups > 1 and groups % mesh.heads:
-        raise InputError(f"mesh {AXIS}={mesh.heads} does not divide the {groups} groups of columns of {key}: use fewer devices")
+    if key.split(".")[-2] in BY_INPUT and groups > 1 and groups % mesh.size:
+        raise InputError(f"mesh {mesh} does not divide the {groups} groups of columns of {key}: use fewer devices")
 
 
 def box(key: str, shape: tuple[int, ...], mesh: Mesh, device: int) -> tuple[slice, ...]:
     """Returns the part of a parameter that a device of a mesh has, by its place in the mesh."""
     axis = cut_axis(key)
-    return tuple(_stretch(size, mesh, device) if i == axis else slice(0, size) for i, size in enumerate(shape))
+    return tuple(_stretch(key, size, mesh, device) if i == axis else slice(0, size) for i, size in enumerate(shape))
 
 
-def _stretch(size: int, mesh: Mesh, device: int) -> slice:
-    step = -(-size // mesh.heads)  # the vocabulary alone may have fewer rows for the last devices
-    return slice(min(step * device, size), min(step * (device + 1), size))
+def _stretch(key: str, size: int, mesh: Mesh, device: int) -> slice:
+    copies = mesh.tokens if key.split(".")[-2] in OF_KV_HEADS else 1
+    step, place = -(-size // (mesh.size // copies)), device // copies  # the vocabulary may have fewer rows for the last devices
+    return slice(min(step * place, size), min(step * (place + 1), size))
 
 
-def share_of(weight: Any, cuts: Any, mesh: Mesh, device: int) -> Any:
-    """Returns a device's share of a whole parameter, an array or a `Grouped` of NumPy's, with its cuts."""
+def share_of(key: str, weight: Any, mesh: Mesh, device: int) -> Any:
+    """Returns a device's share of a whole parameter, an array or a `Grouped` of NumPy's."""
 
     def of(x: np.ndarray, array_cut: PartitionSpec) -> np.ndarray:
         axis = len(array_cut) - 1
-        return x[(*(slice(None),) * axis, _stretch(x.shape[axis], mesh, device))] if array_cut else x
+        return x[(*(slice(None),) * axis, _stretch(key, x.shape[axis], mesh, device))] if array_cut else x
 
-    return jax.tree.map(of, weight, cuts)
+    return jax.tree.map(of, weight, weight_cuts(key, weight))
 
 
 def put(key: str, shape: tuple[int, ...], share: Callable[[int], Any], mesh: Mesh, *, groups: int = 1) -> Any:
@@ -107,7 +110,7 @@ def put(key: str, shape: tuple[int, ...], share: Callable[[int], Any], mesh: Mes
             placed.append(jax.block_until_ready(jax.device_put(weight, device)))
 
     def joined(array_cut: PartitionSpec, *parts: jax.Array) -> jax.Array:
-        sizes = [size * mesh.heads if axis == len(array_cut) - 1 else size for axis, size in enumerate(parts[0].shape)]
+        sizes = [size * mesh.size if axis == len(array_cut) - 1 else size for axis, size in enumerate(parts[0].shape)]
         return jax.make_array_from_single_device_arrays(tuple(sizes), mesh.sharding(array_cut), list(parts))
 
     return jax.tree.map(joined, cuts, *placed)
@@ -131,6 +134,19 @@ def _key(path: Sequence[Any]) -> str:
     return ".".join(str(getattr(part, "name", getattr(part, "key", ""))) for part in path[:-1])  # the last is the array
 
 
+def weights_of(model: nnx.Module, mesh: Mesh | None) -> Iterator[tuple[str, jax.Array]]:
+    """Yields the arrays of a model by path, of KV heads that several devices have without the copies."""
+    state = nnx.state(model)
+    cuts = jax.tree.leaves(module_cuts(state), is_leaf=lambda x: isinstance(x, PartitionSpec))
+    for (path, x), array_cut in zip(jax.tree.leaves_with_path(state), cuts, strict=True):
+        key = jax.tree_util.keystr(path, simple=True, separator=".")
+        if mesh is not None and array_cut and not set(OF_KV_HEADS).isdisjoint(key.split(".")):
+            before, after = x.shape[: len(array_cut) - 1], x.shape[len(array_cut) :]
+            parts = x.reshape(*before, mesh.heads, mesh.tokens, -1, *after)
+            x = lax.index_in_dim(parts, 0, len(array_cut), keepdims=False).reshape(*before, -1, *after)
+        yield key, x
+
+
 def share(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:
     """Returns the config of what one device of a mesh has: fewer heads of the same size; of latent attention its one key."""
     if mesh is None:
@@ -138,7 +154,7 @@ def share(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:
     sliding = config.sliding_key_value_heads
     return replace(
         config,
-        num_attention_heads=config.num_attention_heads // mesh.heads,
+        num_attention_heads=config.num_attention_heads // mesh.size,
         num_key_value_heads=1 if config.latent is not None else config.num_key_value_heads // mesh.heads,
         sliding_key_value_heads=None if sliding is None else sliding // mesh.heads,
     )
@@ -151,8 +167,7 @@ def check_mesh(config: ModelConfig, mesh: Mesh | None) -> None:
     kind, counts = "KV", sorted({layer.kv_heads for layer in config.layers})
     if config.latent is not None:  # every device has the one key
         kind, counts = "query", [config.num_attention_heads]
-    sizes = (*counts, *_inner_sizes(config))
-    fitting = [count for count in range(1, min(sizes) + 1) if all(size % count == 0 for size in sizes)]
+    fitting = _divisors(*counts, *_inner_sizes(config))
     if mesh.heads not in fitting:
         heads, inner = (" and ".join(map(str, x)) for x in (counts, _inner_sizes(config)))
         listed = ", ".join(map(str, fitting))
@@ -160,6 +175,31 @@ def check_mesh(config: ModelConfig, mesh: Mesh | None) -> None:
             f"mesh {AXIS}={mesh.heads} does not divide the model's {heads} {kind} heads and its MLPs' {inner} channels: "
             f"N must be one of {listed}"
         )
+    if mesh.tokens > 1:
+        _check_tokens(config, mesh, counts)
+
+
+def _check_tokens(config: ModelConfig, mesh: Mesh, counts: list[int]) -> None:
+    """Raises InputError if several devices cannot share a KV head; `counts` are the numbers of KV heads of layers."""
+    if config.latent is not None or len(counts) > 1:
+        why = "latent attention has no KV heads" if config.latent is not None else "its layers have unlike numbers of KV heads"
+        raise InputError(f"mesh {mesh}: tokens=M is not for this model, because {why}: leave tokens out")
+    if counts != [mesh.heads]:
+        raise InputError(
+            f"mesh {mesh}: tokens=M is for one KV head to a device, and the model has {counts[0]}: give heads={counts[0]}"
+        )
+    readers = config.num_attention_heads // mesh.heads
+    fitting = _divisors(readers, *(size // mesh.heads for size in _inner_sizes(config)))
+    if mesh.tokens not in fitting:
+        inner = " and ".join(map(str, _inner_sizes(config)))
+        raise InputError(
+            f"mesh {mesh} does not divide the {readers} query heads of a KV head and the MLPs' {inner} channels: "
+            f"M must be one of {', '.join(map(str, fitting))}"
+        )
+
+
+def _divisors(*sizes: int) -> list[int]:
+    return [count for count in range(1, min(sizes) + 1) if all(size % count == 0 for size in sizes)]
 
 
 def _inner_sizes(config: ModelConfig) -> tuple[int, ...]:

@@ -7,12 +7,14 @@ names the mesh's axis.
 
 Example: 8 KV heads and 32 query heads on 4 devices. Device 1 has the KV heads 2 and 3, the query heads 8 to 15 that read them,
 a quarter of the inner channels of every MLP, and a quarter of the pool, which holds the pages of these KV heads. Of a prompt's
-hidden states it has those of the tokens 1, 5, 9, ... (arXiv 2205.05198, section 4.2.2, with tokens in turn).
+hidden states it has those of the tokens 1, 5, 9, ... (arXiv 2205.05198, section 4.2.2, with tokens in turn). On 16 devices,
+`heads=8,tokens=2`, the devices 2 and 3 have the KV head 1 each, and of the query heads that read it 4 and 5, and 6 and 7.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,7 @@ from icejax.checks.numbers import integer
 from icejax.runtime import devices, processes
 
 AXIS = "heads"
+FORM = rf"{AXIS}=(?P<heads>[0-9]{{1,9}})(,tokens=(?P<tokens>[0-9]{{1,9}}))?"  # of `--mesh`
 WHOLE = PartitionSpec()  # of an array that every device has whole, or that differs from device to device and never leaves them
 MULTIPLE = 16  # divides the padded length of every prompt and text, and the tokens of every unit of a prefill
 
@@ -42,15 +45,25 @@ class Mesh:
     """The first devices of the platform, in a row; of several processes each has as many, which only it can read.
 
     Attributes:
-        heads: number of devices, which share the KV heads.
+        heads: number of parts of the KV heads.
+        tokens: number of devices, in a row, that have the same part. They share its query heads and a prompt's tokens.
     """
 
     heads: int
+    tokens: int = 1
+
+    def __str__(self) -> str:
+        return f"heads={self.heads}" + (f",tokens={self.tokens}" if self.tokens > 1 else "")
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return self.heads * self.tokens
 
     @property
     def devices(self) -> jax.sharding.Mesh:
         """The mesh as JAX takes it."""
-        return _mesh(self.heads)
+        return _mesh(self.size)
 
     def sharding(self, array_cut: PartitionSpec = WHOLE, *, on_host: bool = False) -> NamedSharding:
         """Returns the sharding of an array with a cut, on the devices or in host memory that programs read."""
@@ -62,12 +75,14 @@ class Mesh:
         part = np.zeros(sharding.shard_shape(shape), dtype)
         return jax.make_array_from_callback(shape, sharding, lambda _: part)
 
-    def copies(self, x: np.ndarray, array_cut: PartitionSpec) -> jax.Array:
-        """Returns the array of which every device has `x` as its share."""
-        parts = (*array_cut, *(None,) * (x.ndim - len(array_cut)))
-        shape = tuple(size if part is None else size * self.heads for size, part in zip(x.shape, parts, strict=True))
-        shares = [jax.device_put(x, device, may_alias=False) for device in self.devices.devices.flat]
-        return jax.make_array_from_single_device_arrays(shape, self.sharding(array_cut), shares)
+    def copies(self, x: np.ndarray, array_cut: PartitionSpec, count: int) -> jax.Array:
+        """Returns the array of which `count` devices in a row have the same part of `x` as their share."""
+        shape, parts = list(x.shape), [x] * (self.size // count)
+        if array_cut:
+            axis = len(array_cut) - 1
+            shape[axis], parts = shape[axis] * count, np.split(x, len(parts), axis)
+        shares = [jax.device_put(parts[i // count], x, may_alias=False) for i, x in enumerate(self.devices.devices.flat)]
+        return jax.make_array_from_single_device_arrays(tuple(shape), self.sharding(array_cut), shares)
 
 
 @functools.cache
@@ -79,27 +94,32 @@ def read_mesh(mesh: str | int | None) -> Mesh | None:
     """Returns the mesh of `--mesh`, or of a number of devices; None for one device.
 
     Raises:
-        InputError: it is not `heads=N`, JAX has fewer devices, or the processes would not have equally many.
+        InputError: it is neither form, JAX has fewer devices, or the processes would not have equally many.
     """
     if mesh is None:
         return None
-    name, _, number = mesh.partition("=") if isinstance(mesh, str) else (AXIS, "", mesh)
-    if name != AXIS or not (isinstance(number, int) or number.isdecimal()):
-        raise InputError(f"mesh must be {AXIS}=N, for N devices that share the KV heads, got {quoted(mesh)}")
-    count, there = integer(f"mesh {AXIS}", int(number), most=2**16), len(devices.first())
-    if count > there:
-        advice = f"set XLA_FLAGS=--xla_force_host_platform_device_count={count}" if devices.platform() == "cpu" else "use fewer"
-        raise InputError(f"mesh {AXIS}={count} needs {count} devices and JAX finds {there}: {advice}")
-    if count % processes.count():
+    given = re.fullmatch(FORM, mesh if isinstance(mesh, str) else f"{AXIS}={mesh}")
+    if given is None:
         raise InputError(
-            f"mesh {AXIS}={count} is over {processes.count()} processes: N must be a multiple of {processes.count()}"
+            f"mesh must be {AXIS}=N, for N devices that share the KV heads, or {AXIS}=N,tokens=M, for M devices to each KV "
+            f"head, got {quoted(mesh)}"
         )
-    return None if count == 1 else Mesh(count)
+    numbers = {name: integer(f"mesh {name}", int(number or 1), most=2**16) for name, number in given.groupdict().items()}
+    made, there = Mesh(**numbers), len(devices.first())
+    if made.size > there:
+        cpu = devices.platform() == "cpu"
+        advice = f"set XLA_FLAGS=--xla_force_host_platform_device_count={made.size}" if cpu else "use fewer"
+        raise InputError(f"mesh {made} needs {made.size} devices and JAX finds {there}: {advice}")
+    if made.size % processes.count():
+        raise InputError(
+            f"mesh {made} is over {processes.count()} processes: its devices must be a multiple of {processes.count()}"
+        )
+    return None if made.size == 1 else made
 
 
 def size(mesh: Mesh | None) -> int:
     """Returns the number of devices."""
-    return 1 if mesh is None else mesh.heads
+    return 1 if mesh is None else mesh.size
 
 
 def processes_of(mesh: Mesh | None) -> int:
@@ -149,7 +169,7 @@ def once(mesh: Mesh | None, x: jax.Array) -> jax.Array:
 
 def stream_parts(mesh: Mesh | None) -> int:
     """Returns the number of devices that share the tokens of a prompt's hidden states; 1: each device has all tokens."""
-    return 1 if mesh is None or MULTIPLE % mesh.heads else mesh.heads
+    return 1 if mesh is None or MULTIPLE % mesh.size else mesh.size
 
 
 def stream_cut(mesh: Mesh | None) -> PartitionSpec:
@@ -210,8 +230,13 @@ def rounded_up(count: int, mesh: Mesh | None) -> int:
 
 
 def part(mesh: Mesh | None, x: jax.Array, count: int) -> jax.Array:
-    """Returns the device's `count` elements of an array that every device has whole, inside `on_mesh`."""
-    return x if mesh is None else lax.dynamic_slice_in_dim(x, place() * count, count)
+    """Returns the device's `count` elements of an array that every device has whole, inside `on_mesh`.
+
+    Where the array has fewer than the devices together, as many devices in a row have the same ones.
+    """
+    if mesh is None:
+        return x
+    return lax.dynamic_slice_in_dim(x, place() // (mesh.size * count // len(x)) * count, count)
 
 
 def on_mesh(mesh: Mesh | None, function: Callable, arrays: tuple, cuts: tuple, results: Any = None) -> Any:
@@ -233,7 +258,7 @@ def on_mesh(mesh: Mesh | None, function: Callable, arrays: tuple, cuts: tuple, r
 def result_cuts(mesh: Mesh, function: Callable, arrays: tuple, cuts: tuple) -> Any:
     """Returns the cuts of what `function` returns, by its shapes for the whole arrays and for the shares of one device."""
     shapes = jax.eval_shape(lambda *x: x, *arrays)
-    shares = jax.tree.map(functools.partial(_share, mesh.heads), jax.tree.broadcast(cuts, shapes), shapes)
+    shares = jax.tree.map(functools.partial(_share, mesh.size), jax.tree.broadcast(cuts, shapes), shapes)
     return cuts_between(jax.eval_shape(function, *shapes), jax.eval_shape(function, *shares))
 
 

@@ -101,7 +101,7 @@ def write(
         for (name, leaf), saved in zip(
             named_arrays(replace(cache, table=None)), jax.tree.leaves(empty_cache(plan)), strict=True
         ):
-            writer.write(f"cache.{name}", array_out(leaf, saved))
+            writer.write(f"cache.{name}", array_out(leaf, saved, plan))
         if pool is not None:
             for (name, count), extent in zip(saved_extents(about.pages), np.asarray(cache.table)[0], strict=False):
                 for piece, pages in pages_out(pool, extent, name, count, plan=plan):

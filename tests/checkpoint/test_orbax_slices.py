@@ -41,7 +41,7 @@ def size_of(folder) -> int:
 def in_one_process(count: int) -> types.SimpleNamespace:
     """Returns a mesh of `count` devices that are all this process's one device."""
     flat = jax.devices()[:1] * count
-    return types.SimpleNamespace(heads=count, devices=types.SimpleNamespace(devices=types.SimpleNamespace(flat=flat)))
+    return types.SimpleNamespace(size=count, devices=types.SimpleNamespace(devices=types.SimpleNamespace(flat=flat)))
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def test_a_device_holds_its_rows_alone(wide, tmp_path, monkeypatch):
     [
         (["--mesh", "heads=3"], "mesh heads=3 needs 3 devices and JAX finds 1: set "
          "XLA_FLAGS=--xla_force_host_platform_device_count=3"),
-        (["--mesh", "tokens=2"], "mesh must be heads=N, for N devices that share the KV heads, got 'tokens=2'"),
+        (["--mesh", "tokens=2"], "mesh must be heads=N, for N devices that share the KV heads, or heads=N,tokens=M, for M devices to each KV head, got 'tokens=2'"),
         (["--coordinator", "a:1"], "unrecognized arguments: --coordinator a:1"),
     ],
 )  # fmt: skip

@@ -64,7 +64,7 @@ def test_a_share_of_codes_is_that_of_the_whole(name):
             grouped, groups = Grouped(*whole[:3], by_row=on_cpu), shares.groups(tensors, key)
             assert grouped.scale.shape[1 if on_cpu else 0] == groups
             for device in range(2):
-                part = sharding.share_of(grouped, sharding.weight_cuts(key, grouped), Mesh(2), device)
+                part = sharding.share_of(key, grouped, Mesh(2), device)
                 share = shares.read(
                     tensors, key, sharding.box(key, SHAPE, Mesh(2), device), dtype=None, codes=True, on_cpu=on_cpu
                 )

@@ -198,7 +198,7 @@ def test_processes_have_equally_many_devices_of_a_mesh(monkeypatch):
     monkeypatch.setattr(devices, "first", lambda: [None] * 8)
     with pytest.raises(icejax.InputError) as error:
         mesh.read_mesh("heads=3")
-    assert str(error.value) == "mesh heads=3 is over 2 processes: N must be a multiple of 2"
+    assert str(error.value) == "mesh heads=3 is over 2 processes: its devices must be a multiple of 2"
     assert mesh.read_mesh("heads=4") == mesh.Mesh(4)
 
 

@@ -6,7 +6,9 @@ The runs are in a process of their own, which has eight CPU devices (`tests.help
 import contextlib
 import functools
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 
@@ -14,23 +16,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import icejax
 from icejax.checkpoint.load import read_config
 from icejax.checks.errors import InputError
 from icejax.engine.layout import make_layout
 from icejax.models import sharding
+from icejax.models.parts.linear import Linear
 from icejax.models.parts.vocabulary import Embedding
 from icejax.ops.quantized.products import Grouped
 from icejax.runtime import mesh
 from tests import tolerances
 from tests.helpers.kept_on_devices import KEPT
-from tests.helpers.on_devices import CASES, LATENT, LLAMA
+from tests.helpers.on_devices import CASES, GEMMA4, LATENT, LLAMA
 
 # Sums over devices round otherwise; a code of 4 bits may then be another one.
 TOLERANCE = dict.fromkeys(CASES, tolerances.LOGITS) | {"coded": tolerances.CODES_ON_DEVICES}
 # Models that are run with several caches, each in one process.
-TOGETHER = [[name for name in CASES if name.partition(" ")[0] == model] for model in ("experts", "latent")]
+TOGETHER = [[name for name in CASES if name.partition(" ")[0] == model] for model in ("experts", "latent", "tokens")]
 OF_CACHE = {"append", "select", "fetch", "attend", "pack", "evict"}  # named scopes of caches
 
 
@@ -54,7 +58,8 @@ def test_several_devices_decode_as_one(names):
 def check(result: dict) -> None:
     """Asserts what a case's result must be."""
     name = result["case"]
-    raw, cache, _, devices = CASES[name]
+    raw, cache, _, given = CASES[name]
+    devices = given if isinstance(given, int) else math.prod(map(int, re.findall("[0-9]+", given)))
     assert result["same_answers"] and result["same_weights"] and result["same_tokens"] and result["error"] < TOLERANCE[name]
     # What is fetched is rounded up to whole slots on each device, in each layer.
     attended, fetched, needed, *others = result["counts"]
@@ -77,8 +82,8 @@ def check(result: dict) -> None:
         assert {opcode: set(scopes) for opcode, scopes in collectives.items()} == expected
         assert [len(scopes) for scopes in collectives.values()] == [2, 2]
         assert hidden == {"stream": devices, "most": 2048}  # the stream's tokens, and all tokens of one chunk alone
-    # Gates and ups whose rows alternate are read for each of the two.
-    assert (result["read"] == result["stored"]) == (name != "biased experts")
+    # Gates and ups whose rows alternate are read for each of the two, and the rows of a KV head for each device that has it.
+    assert (result["read"] == result["stored"]) == (name != "biased experts" and isinstance(given, int))
     assert result["vocabulary"] == -(-raw["vocab_size"] // devices)
 
 
@@ -154,8 +159,38 @@ def test_a_vocabulary_that_the_devices_do_not_divide_is_filled_with_zeros():
     key, weight = "lm_head.weight", np.arange(1, 15, dtype=np.float32).reshape(7, 2)
     parts = [sharding.box(key, (7, 2), mesh.Mesh(3), device)[0] for device in range(3)]
     assert parts == [slice(0, 3), slice(3, 6), slice(6, 7)]
-    assert np.array_equal(sharding.share_of(weight, mesh.cut(0), mesh.Mesh(3), 2), weight[6:])
+    assert np.array_equal(sharding.share_of(key, weight, mesh.Mesh(3), 2), weight[6:])
     assert np.array_equal(sharding._filled(2, weight[6:], mesh.cut(0)), [[13, 14], [0, 0], [0, 0]])
+
+
+class OneHead(nnx.Module):
+    """A key projection of two KV heads, of which three devices each have a copy."""
+
+    def __init__(self) -> None:
+        self.k_proj = Linear(3, 12, bias=True, dtype="float32")
+        self.k_proj.weight = nnx.Param(jnp.arange(12.0).reshape(2, 1, 2, 3).repeat(3, 1).reshape(12, 3))
+        self.k_proj.bias = nnx.Param(jnp.asarray([0.0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]))
+
+
+def test_a_kv_head_is_read_for_each_device_that_has_it():
+    over = mesh.Mesh(2, 3)
+    keys, queries = (
+        [sharding.box(f"self_attn.{name}.weight", shape, over, device)[0] for device in range(6)]
+        for name, shape in (("k_proj", (4, 3)), ("q_proj", (12, 3)))
+    )
+    assert keys == [slice(0, 2)] * 3 + [slice(2, 4)] * 3
+    assert queries == [slice(start, start + 2) for start in range(0, 12, 2)]
+    whole = {key: x.tolist() for key, x in sharding.weights_of(OneHead(), over)}
+    assert list(whole.values()) == [[0, 1, 2, 3], np.arange(12).reshape(4, 3).tolist()]  # without copies
+
+
+def test_the_weight_of_a_norm_over_all_heads_is_that_of_its_own():
+    """Devices are simulated by a mapped axis; two have the same three channels of six."""
+    x = jnp.arange(6)
+    parts = jax.vmap(lambda _: mesh.part(mesh.Mesh(2, 2), x, 3), axis_name=mesh.AXIS)(jnp.zeros(4))
+    assert parts.tolist() == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
+    parts = jax.vmap(lambda _: mesh.part(mesh.Mesh(3), x, 2), axis_name=mesh.AXIS)(jnp.zeros(3))
+    assert parts.tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_a_vocabulary_in_parts_embeds_and_scores_as_one():
@@ -223,10 +258,44 @@ def test_numbers_that_do_not_divide_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("changes", "given", "message"),
+    [
+        ({}, (4, 2), "tokens=M is for one KV head to a device, and the model has 8: give heads=8"),
+        (
+            dict(num_key_value_heads=2),
+            (2, 3),
+            "does not divide the 8 query heads of a KV head and the MLPs' 64 channels: M must be one of 1, 2, 4, 8",
+        ),
+        (LATENT, (2, 2), "tokens=M is not for this model, because latent attention has no KV heads: leave tokens out"),
+        (
+            GEMMA4 | dict(num_global_key_value_heads=4, attention_k_eq_v=True),
+            (4, 2),
+            "tokens=M is not for this model, because its layers have unlike numbers of KV heads: leave tokens out",
+        ),
+    ],
+)
+def test_devices_that_cannot_share_a_kv_head_are_refused(tmp_path, changes, given, message):
+    (tmp_path / "config.json").write_text(json.dumps(changes if "model_type" in changes else LLAMA | changes))
+    over = mesh.Mesh(*given)
+    with pytest.raises(InputError) as error:
+        sharding.check_mesh(read_config(tmp_path), over)
+    assert str(error.value) == f"mesh {over}" + (" " if message.startswith("does") else ": ") + message
+
+
+FORMS = "mesh must be heads=N, for N devices that share the KV heads, or heads=N,tokens=M, for M devices to each KV head"
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("heads=two", "mesh must be heads=N, for N devices that share the KV heads, got 'heads=two'"),
-        ("tokens=2", "mesh must be heads=N, for N devices that share the KV heads, got 'tokens=2'"),
+        ("heads=two", f"{FORMS}, got 'heads=two'"),
+        ("tokens=2", f"{FORMS}, got 'tokens=2'"),
+        ("heads=2,tokens=", f"{FORMS}, got 'heads=2,tokens='"),
+        ("heads=2,tokens=0", "mesh tokens must be at least 1, got 0"),
+        (
+            "heads=2,tokens=4",
+            "mesh heads=2,tokens=4 needs 8 devices and JAX finds 1: set XLA_FLAGS=--xla_force_host_platform_device_count=8",
+        ),
         ("heads=0", "mesh heads must be at least 1, got 0"),
         (
             "heads=3",
@@ -257,3 +326,10 @@ def test_a_latent_cache_that_evicts_is_refused(tmp_path):
         with refused as error:
             make_layout(read_config(tmp_path), "float32", icejax.make_policy(cache, {}), **sizes)
     assert str(error.value) == "with latent attention the cache snapkv runs on one device: leave mesh out"
+
+
+def test_copies_of_a_kv_head_that_would_keep_other_tokens_are_refused(tmp_path):
+    sizes = dict(batch_size=1, prompt_tokens=100, new_tokens=9, platform="cpu", mesh=mesh.Mesh(2, 4))
+    with pytest.raises(InputError) as error:
+        make_layout(config(tmp_path, num_key_value_heads=2), "float32", icejax.make_policy("snapkv", {}), **sizes)
+    assert str(error.value) == "the cache snapkv keeps a KV head on one device: leave tokens out of heads=2,tokens=4"

@@ -19,21 +19,24 @@ from icejax.session.session import Session
 from icejax.session.storage import ARRAYS
 from icejax.session.text_cache import TextCache
 from tests.helpers.letters import Letters
-from tests.helpers.on_devices import LATENT, LLAMA, checkpoint
+from tests.helpers.on_devices import FEW_KV_HEADS, LATENT, LLAMA, checkpoint
 
 FACTORS = dict(short_factor=[1.0] * 8, long_factor=[1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0])
 LONG = LLAMA | dict(
     rope_parameters=dict(rope_type="longrope", rope_theta=10000.0, original_max_position_embeddings=128, **FACTORS)
 )
 SIZES = dict(context_length=700, host_memory_limit=2**30)
-# The model, a cache and its options (None: the one that a session chooses, which moves), and how many devices it is made on and
-# loaded on. A latent cache chooses pages for the heads of a device, so that only a budget for all tokens gives the same text.
+# The model, a cache and its options (None: the one that a session chooses, which moves), and how many devices, or the mesh, it is made on
+# and loaded on. A latent cache chooses pages for the heads of a device, so that only a budget for all tokens gives the same text.
 KEPT = {
     "session-moves": (LLAMA, None, {}, 4, 2),
     "session-latent": (LATENT, "clustered", dict(budget=1024), 2, 4),
     "engine-clustered": (LLAMA, "clustered", dict(budget=64), 4, 2),
     "answers-renewed": (LONG, "clustered", dict(budget=64), 4),
     "pictures": (LLAMA, "clustered", dict(budget=64), 4),
+    "session-tokens": (FEW_KV_HEADS, "clustered", dict(budget=1024), "heads=2,tokens=4", 2),
+    "engine-tokens": (FEW_KV_HEADS, "clustered", dict(budget=1024), 2, "heads=2,tokens=2"),
+    "pictures-tokens": (FEW_KV_HEADS, "clustered", dict(budget=1024), "heads=2,tokens=4"),
 }
 
 

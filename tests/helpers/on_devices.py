@@ -34,6 +34,7 @@ from icejax.engine.units.job import PrefillJob
 from icejax.engine.units.sizes import UnitSizes
 from icejax.models.registry import family
 from icejax.runtime import devices
+from icejax.runtime.mesh import read_mesh
 from tests.helpers.checkpoints import same_arrays
 from tests.helpers.letters import Letters
 from tests.helpers.run import plan_for
@@ -92,11 +93,12 @@ LATENT = {key: value for key, value in LLAMA.items() if key != "attention_bias"}
     n_shared_experts=1,
 )
 ONE_LAYER = dict(num_hidden_layers=1)
+FEW_KV_HEADS = LLAMA | dict(num_key_value_heads=2)
 MIXTURE, MIXTURE_LATENT = EXPERTS | ONE_LAYER | dict(mlp_only_layers=[]), LATENT | ONE_LAYER
 NORMS = {key: value for key, value in LLAMA.items() if key != "head_dim"} | dict(
     model_type="olmo2", hidden_size=64, num_attention_heads=8, attention_bias=False
 )
-# The model, the cache, its options, and the number of devices.
+# The model, the cache, its options, and the number of devices or the mesh.
 CASES = {
     "full-2": (LLAMA, "full", {}, 2),
     "full-4": (LLAMA, "full", {}, 4),
@@ -118,12 +120,19 @@ CASES = {
     "latent clustered": (MIXTURE_LATENT, "clustered", dict(budget=1024, compact_every=32), 4),
     "latent coded": (MIXTURE_LATENT, "coded", dict(budget=1024), 2),
     "latent keydiff": (MIXTURE_LATENT, "keydiff", dict(budget=64), 8),
+    # So does each of the devices that have copies of a KV head.
+    "tokens full": (FEW_KV_HEADS, "full", {}, "heads=2,tokens=4"),
+    "tokens clustered": (FEW_KV_HEADS, "clustered", dict(budget=1024, compact_every=32), "heads=2,tokens=2"),
+    "tokens coded": (FEW_KV_HEADS | ONE_LAYER, "coded", dict(budget=1024), "heads=2,tokens=2"),
+    "tokens keydiff": (FEW_KV_HEADS, "keydiff", dict(budget=64), "heads=2,tokens=4"),
+    "tokens int8": (FEW_KV_HEADS, "full", {}, "heads=2,tokens=2"),
+    "tokens norms": (NORMS | dict(num_key_value_heads=2), "quest", dict(budget=1024), "heads=2,tokens=4"),
 }
 BY_LAYERS = ("norms", "experts clustered", "latent keydiff")  # cases whose step is a program per layer, as of a larger model
-WEIGHTS = {"int4": dict(quantize="int4")}  # options of loading
+WEIGHTS = {"int4": dict(quantize="int4"), "tokens int8": dict(quantize="int8")}  # options of loading
 # Cases whose model on several devices is read of an icejax folder too, which they have written; how its matrices are rounded.
 CONVERTED = {"full-8": None, "int4": "int4"}
-IN_UNITS = ("clustered", "sliding")  # cases whose first prompt is also prefilled in units
+IN_UNITS = ("clustered", "sliding", "tokens full")  # cases whose first prompt is also prefilled in units
 COLLECTIVE = r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-[a-z]+|ragged-all-to-all)(-start)?\("
 LEAST_LAYERS = planning.LEAST_LAYERS
 LENGTHS, STEPS = (150, 77), 40  # of the prompts, and steps: two pages become full, and one round is compacted
@@ -210,7 +219,7 @@ def prefill_program(model) -> tuple[dict[str, list[str]], dict[str, int]]:
         if found := re.search(COLLECTIVE, line):
             scopes.setdefault(found[1], []).append("/".join(re.search(r'op_name="([^"]*)"', line)[1].split("/")[-2:]))
     shapes = (tuple(map(int, text.split(","))) for text in re.findall(r"f32\[([\d,]+)\]", compiled.as_text()))
-    most = max(int(np.prod(shape)) for shape in shapes if shape[-1] in (hidden, hidden * mesh.heads) and len(shape) > 2)
+    most = max(int(np.prod(shape)) for shape in shapes if shape[-1] in (hidden, hidden * mesh.size) and len(shape) > 2)
     [result, *_] = compiled.out_info
     parts = [tokens * hidden // int(np.prod(array.sharding.shard_shape(array.shape))) for array in (x, result)]
     assert parts[0] == parts[1]
@@ -256,7 +265,8 @@ def compared(name: str, over: int | None = None) -> dict:
     """
     (raw, cache, options, count), in_units, same_weights = CASES[name], [], True
     planning.LEAST_LAYERS = 1 if name in BY_LAYERS else LEAST_LAYERS
-    meshes = (None, over or count)
+    meshes, over_devices = (None, over or count), read_mesh(over or count)
+    copies = over_devices.size if "kv_lora_rank" in raw else over_devices.tokens
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as parent:
         path, policy = checkpoint(raw, Path(folder)), make_policy(cache, options)
         (one, stored), (several, read) = (load_counting(path, mesh=mesh, **WEIGHTS.get(name, {})) for mesh in meshes)
@@ -270,8 +280,7 @@ def compared(name: str, over: int | None = None) -> dict:
             pairs = zip(*(first_logits_in_units(model, policy) for model in models), strict=True)
             in_units = [float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in pairs]
         same_answers = answers(models[0]) == answers(models[1]) if name == "full-4" and over is None else True
-    if "kv_lora_rank" in raw:
-        one["counters"][:, 1:4] *= over or count  # every device attends to the one key
+    one["counters"][:, 1:4] *= copies  # each of them attends to its own
     difference = np.abs(several["counters"] - one["counters"])
     return dict(
         error=max(float(np.abs(several["logits"] - one["logits"]).max()), *in_units, 0.0),

@@ -45,7 +45,7 @@ def layers_out(layers: tuple[Any, ...], plan: Plan) -> tuple[Any, ...]:
     """Returns the arrays of a row's layers, cropped and in host memory: whole, or a process's shares of them."""
     if processes_of(plan.mesh) > 1:
         return jax.tree.map(_shares, layers)
-    return jax.tree.map(lambda *x: crop(array_out(*x)), layers, empty_cache(plan).layers)
+    return jax.tree.map(lambda *x: crop(array_out(*x, plan)), layers, empty_cache(plan).layers)
 
 
 def layers_in(stored: tuple[Any, ...], plan: Plan) -> tuple[Any, ...]:

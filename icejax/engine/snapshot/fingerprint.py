@@ -17,13 +17,13 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import name_of, policy_named
 from icejax.checks.errors import InputError, quoted
 from icejax.config import ModelConfig
 from icejax.models.decoder import CausalLM
+from icejax.models.sharding import weights_of
 from icejax.runtime import devices, processes
 from icejax.text.tokenizer_errors import tokenizer_error_from
 
@@ -49,8 +49,8 @@ def fingerprint(model: CausalLM, policy: CachePolicy, tokenizer: Any) -> dict[st
     policy = policy.for_platform(devices.platform(), latent=model.config.latent is not None)
     options = {f"cache.{key}": value for key, value in dataclasses.asdict(policy).items()}
     weights = 0
-    for path, leaf in jax.tree.leaves_with_path(nnx.state(model)):  # a piece of each weight tells checkpoints apart
-        if ".experts." in jax.tree_util.keystr(path, simple=True, separator="."):
+    for key, leaf in weights_of(model, model.mesh):  # a piece of each weight tells checkpoints apart
+        if ".experts." in key:
             continue  # experts may be in host memory in one run and on the device in another
         while leaf.ndim > 1 and leaf[0].size >= PIECE:  # indexing first, or the whole weight would be copied
             leaf = leaf[0]
@@ -68,8 +68,8 @@ def weights_sum(model: CausalLM) -> int:
     Of experts in host memory, only the parts that are always on the device count.
     """
     offloads, total = any(layer.offloaded is not None for layer in model.model.layers), 0
-    for path, leaf in jax.tree.leaves_with_path(nnx.state(model)):
-        if not (offloads and ".experts." in jax.tree_util.keystr(path, simple=True, separator=".")):
+    for key, leaf in weights_of(model, model.mesh):
+        if not (offloads and ".experts." in key):
             total = zlib.crc32(processes.whole(_bit_sum(leaf)).tobytes(), total)
     return total
 

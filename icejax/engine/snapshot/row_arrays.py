@@ -2,8 +2,8 @@
 
 Example: a row with 150 pages is saved as `pool.0` with 64 pages, `pool.1` with 64 and `pool.2` with 22. If the cache has codes
 of its pages, `pool.0.codes`, `pool.1.codes` and `pool.2.codes` stand beside them. Arrays are whole, with all KV heads, on
-however many devices the row was: at most an extent of the pool is put together at once. Of latent attention, of whose one key
-every device has a copy, the first device's arrays are saved.
+however many devices the row was: at most an extent of the pool is put together at once. Of KV heads of which several devices
+have copies, the arrays of the first of these devices are saved.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from icejax.cache.pool.extents import extents_for
 from icejax.cache.pool.host_pool import Pool
 from icejax.cache.pool.page_format import pool_shapes
 from icejax.cache.protocol import KVCache, Lengths
-from icejax.cache.shares import saved_spec
+from icejax.cache.shares import copies, saved_spec
 from icejax.engine.plan import Plan
 from icejax.engine.snapshot.array_names import named_arrays
 from icejax.runtime.mesh import home
@@ -64,15 +64,26 @@ def _named(name: str, arrays: Any) -> list[tuple[str, Any]]:
     return list(zip((name, f"{name}.codes"), jax.tree.leaves(arrays), strict=False))
 
 
-def array_out(x: jax.Array, saved: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Returns an array of a row's cache as it is saved: of the copies of a latent one, the first."""
-    return np.asarray(x)[(*map(slice, saved.shape), ...)]
+def array_out(x: jax.Array, saved: jax.ShapeDtypeStruct, plan: Plan) -> np.ndarray:
+    """Returns an array of a row's cache as it is saved, without copies."""
+    axes = [axis for axis, sizes in enumerate(zip(x.shape, saved.shape, strict=True)) if sizes[0] != sizes[1]]
+    return _first_copies(np.asarray(x), axes[0], plan) if axes else np.asarray(x)
+
+
+def _first_copies(x: np.ndarray, axis: int, plan: Plan) -> np.ndarray:
+    """Returns the parts of an array, along an axis, that are no copies of the one before."""
+    count = copies(plan.spec, plan.mesh)
+    if count == 1:
+        return x
+    shape = (plan.mesh.size // count, count, x.shape[axis] // plan.mesh.size)
+    return x.take(np.arange(x.shape[axis]).reshape(shape)[:, 0].ravel(), axis)
 
 
 def arrays_in(arrays: Any, plan: Plan, cuts: Any) -> Any:
     """Returns saved arrays of a row's cache on the devices of a plan, where they are cut by `cuts`."""
-    if plan.spec.latent and plan.mesh is not None:
-        return jax.tree.map(plan.mesh.copies, arrays, jax.tree.broadcast(cuts, arrays))
+    count = copies(plan.spec, plan.mesh)
+    if count > 1:
+        return jax.tree.map(lambda x, cut: plan.mesh.copies(x, cut, count), arrays, jax.tree.broadcast(cuts, arrays))
     # No aliasing: on CPU an array over numpy's memory could not be written in place.
     return jax.device_put(arrays, home(plan.mesh, cuts), may_alias=False)
 
@@ -80,7 +91,7 @@ def arrays_in(arrays: Any, plan: Plan, cuts: Any) -> Any:
 def pages_out(pool: Pool, extent: int | np.integer, name: str, count: int, *, plan: Plan) -> Iterator[tuple[str, np.ndarray]]:
     """Yields name and bits of each array with the first `count` pages of an extent that is saved as `name`."""
     for part, bits in _named(name, host_pool.read_extent(pool, jnp.int32(extent), mesh=plan.mesh)):
-        yield part, np.asarray(bits)[:, :count, : saved_spec(plan.spec, plan.mesh).num_kv_heads]
+        yield part, _first_copies(np.asarray(bits)[:, :count], 2, plan)
 
 
 def pages_in(pool: Pool, extent: int | np.integer, name: str, read: Callable[[str], np.ndarray], *, plan: Plan) -> Pool:
