@@ -1,7 +1,7 @@
 """How the arrays of a cache are cut for the devices of a mesh: along the axis of their KV heads.
 
-A device that has a copy of a KV head of another one has it as if it were its own. In latent attention all devices have
-the one key, and on a mesh `heads=N,tokens=M` M devices have the same KV head.
+A KV head of which several devices hold copies counts as a head of each. In latent attention all devices hold the one key. With
+`tokens=M`, M devices hold each KV head.
 """
 
 from __future__ import annotations

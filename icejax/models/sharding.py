@@ -2,8 +2,9 @@
 
 `q`, `k`, `v`, `gate` and `up` are cut by output channels, `o` and `down` by input channels, so that a device's products are
 those of its own heads and inner channels, and a sum over the devices ends each half of a layer. The matrices of every expert
-are cut likewise, the products of latent attention that have heads, and embedding and output head by rows of the vocabulary. All
-other weights are whole on every device: norms, routers, and the biases after the sums.
+are cut likewise, and the projections of latent attention that have heads; embedding and output head are cut by rows of the
+vocabulary. With `tokens=M`, M devices hold the same rows of `k` and `v`. All other weights are whole on every device: norms,
+routers, and the biases after the sums.
 """
 
 from __future__ import annotations

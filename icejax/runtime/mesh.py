@@ -1,14 +1,14 @@
 """One model over several devices: each has a share of the KV heads, and runs the programs of one device on its share.
 
-`on_mesh` runs a function of arrays in `jax.shard_map`, so that models and cache policies see the arrays of one device alone.
-The only collectives are the sums behind the projections whose inputs are cut and behind the embedding (`hidden_total`, else
-`total`), the hidden states of a prompt before these projections (`every_token`), and the logits (`gathered`). No other module
-names the mesh's axis.
+`on_mesh` runs a function of arrays in `jax.shard_map`, so that models and cache policies see the arrays of one device alone. No
+other module has collectives. They are sums after the embedding and after the output and down projections (`hidden_total`), sums
+of squares in norms over all heads and of a step's counters (`total`), a gather of a prompt's hidden states before the query,
+key, value and MLP projections and before the logits (`every_token`), and a gather of the logits (`gathered`).
 
 Example: 8 KV heads and 32 query heads on 4 devices. Device 1 has the KV heads 2 and 3, the query heads 8 to 15 that read them,
 a quarter of the inner channels of every MLP, and a quarter of the pool, which holds the pages of these KV heads. Of a prompt's
 hidden states it has those of the tokens 1, 5, 9, ... (arXiv 2205.05198, section 4.2.2, with tokens in turn). On 16 devices,
-`heads=8,tokens=2`, the devices 2 and 3 have the KV head 1 each, and of the query heads that read it 4 and 5, and 6 and 7.
+`heads=8,tokens=2`, devices 2 and 3 both have KV head 1; of its query heads device 2 has 4 and 5, device 3 has 6 and 7.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def cut(axis: int) -> PartitionSpec:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The first devices of the platform, in a row; of several processes each has as many, which only it can read.
+    """The first devices of the platform, in order; of several processes each has equally many, which only it can read.
 
     Attributes:
         heads: number of parts of the KV heads.

@@ -1,9 +1,9 @@
 """The arrays of a row's cache in a file: their names, dtypes and shapes, and the pages of the pool extent by extent.
 
 Example: a row with 150 pages is saved as `pool.0` with 64 pages, `pool.1` with 64 and `pool.2` with 22. If the cache has codes
-of its pages, `pool.0.codes`, `pool.1.codes` and `pool.2.codes` stand beside them. Arrays are whole, with all KV heads, on
-however many devices the row was: at most an extent of the pool is put together at once. Of KV heads of which several devices
-have copies, the arrays of the first of these devices are saved.
+of its pages, the file also has `pool.0.codes`, `pool.1.codes` and `pool.2.codes`. Arrays hold all KV heads, whatever the number
+of devices; at most one extent of the pool is put together at a time. Of a KV head that several devices hold, the copy of the
+first of them is saved.
 """
 
 from __future__ import annotations
