@@ -26,21 +26,22 @@ TEXT = """# One decode step on 1, 2, 4 and 8 devices
 `python -m bench.scale --out bench/results` compiles decode steps of one row for devices that the machine does not have
 ({versions}). **No figure was timed.** Rows: [scale.jsonl](scale.jsonl).
 
-Bytes and operations are those of one device. For each kind of layer (with all tokens on the device, with pages) a program of one
-layer is compiled and one of two; what the second layer adds is counted for all layers of its kind.
+Bytes and operations are those of one device. For each kind of layer (with all tokens on the device, with pages) a program of
+one layer is compiled and one of two; what the second layer adds is counted for all layers of its kind.
 
 | column | meaning |
 |---|---|
-| GiB weights, GiB cache | weights; keys, values and digests on the device. Where a model does not fit, what a device would need |
+| GiB weights, GiB cache | weights; keys, values and digests on the device, or what they would need |
 | MiB temp | temporary memory of the largest program |
 | fits | whether weights, cache and temporary memory fit the device; a prefill needs more |
 | GiB pool on the host | this device's pages in host memory; the host holds as much for each device |
 | GB device | bytes that a step reads and writes in the device's memory |
 | MB host | bytes that a step fetches from host memory if the device has none of its pages yet |
 | MB summed, sums | bytes of the activations that a step sums over the devices, and the number of sums |
-| ms device, host, link, FLOPs | these bytes or operations at the peak rate: a lower bound. The start of a sum is not in it: if each takes 10 us, 160 take 1.6 ms |
+| ms device, host, link, FLOPs | these bytes or operations at the peak rate: a lower bound, without starts of sums |
 | at most tokens/s | 1,000 divided by the longest of the four |
 
+If the start of a sum takes 10 us, 160 of them take 1.6 ms more.
 Rows without *GFLOP* are of `--sizes`, which compiles nothing; their bytes are those of the arrays' shapes.
 
 Peak rates:
