@@ -69,7 +69,7 @@ def check(result: dict) -> None:
     assert result["in_place"]
     sums = result["collectives"]
     counts = cache in ("clustered", "coded", "quest")
-    by_layer = 3 if name == "norms" else 2  # XLA joins the sums of both norms, and those of experts and shared experts
+    by_layer = 3 if name.endswith("norms") else 2  # XLA joins the sums of both norms, and those of experts and shared experts
     # The embedding and the counters have a sum each; the logits are gathered.
     assert len(sums) == by_layer * raw["num_hidden_layers"] + 1 + counts + 1
     [gathered] = [name for name in sums if not name.endswith("total/psum")]
