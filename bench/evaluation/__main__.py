@@ -5,7 +5,7 @@ each cache, as `icejax evaluate --output` writes it. It skips a finished run and
 the number of samples, and answers that are there stay. In question 1 a run is a command of its own, because it is timed. In the
 others each prompt is prefilled once for all caches (`bench/evaluation/together.py`), and times of a prefill are of no cache.
 
-`--page` writes evaluation.jsonl, evaluation-tables.md and evaluation.png of all finished runs in DIR into --results.
+`--page` adds all finished runs in DIR to evaluation.jsonl in --results and makes evaluation-tables.md and evaluation.png of it.
 """
 
 from __future__ import annotations

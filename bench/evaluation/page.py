@@ -24,7 +24,7 @@ START = """# Caches on evaluation tasks
 
 ```
 python -m bench.evaluation --data DATA --out DIR         # --question 1, 3 or 5; --dry-run tells what is left
-python -m bench.evaluation --page --out DIR              # this page and its picture, from the runs in DIR, or evaluation.jsonl
+python -m bench.evaluation --page --out DIR              # this page and its picture, from evaluation.jsonl and the runs in DIR
 ```
 
 [evaluation.md](evaluation.md) says what they mean. Tasks and scores are those of
@@ -44,22 +44,27 @@ those of a batch that has room for the longest prompts of its kind.
 }
 
 
-def write(found: list[dict[str, Any]], folder: Path) -> None:
-    """Writes lines, page and picture; without rows, page and picture of the lines that are there.
+def write(new: list[dict[str, Any]], folder: Path) -> None:
+    """Writes page and picture of the lines that are there and of new rows, which take the place of those of the same run.
 
     Raises:
         InputError: no rows are given and none are there.
     """
-    if found:
-        write_file(folder / LINES, "".join(json.dumps(row) + "\n" for row in found))
-    elif (folder / LINES).is_file():
-        found = [json.loads(line) for line in (folder / LINES).read_text().splitlines()]
-    else:
+    path = folder / LINES
+    old = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    made = set(map(_run_of, new))
+    found = [*(row for row in old if _run_of(row) not in made), *new]
+    if not found:
         raise InputError(f"--out has no finished run, and {folder} no {LINES}: expected one of them")
+    write_file(path, "".join(json.dumps(row) + "\n" for row in found))
     write_file(folder / PAGE, "\n".join([START, *_sections(found)]))
     sessions = [row for row in found if row["question"] == SESSIONS and "difference" in row]
     if sessions:
         draw(sessions, folder / PICTURE)
+
+
+def _run_of(row: dict[str, Any]) -> tuple:
+    return tuple(row[name] for name in ("run", "model", "cache", "budget"))
 
 
 def _sections(found: list[dict[str, Any]]) -> Iterator[str]:

@@ -169,6 +169,9 @@ def test_the_page_has_a_table_for_each_task(tmp_path):
     (tmp_path / page.PAGE).unlink()
     assert evaluation.main(["--page", "--out", str(tmp_path / "none"), "--results", str(tmp_path)]) == 0
     assert (tmp_path / page.PAGE).read_text() == text
+    page.write([newer := line(1, "fp32-full-1", "full", "humaneval", "pass@1", samples=164)], tmp_path)
+    kept = [json.loads(text) for text in (tmp_path / page.LINES).read_text().splitlines()]
+    assert kept == [found[0], *found[2:], newer]
 
 
 def test_an_interval_is_that_of_its_kind_of_score():

@@ -1,7 +1,8 @@
 """Decodes a published model on one device and on several: ``python -m tests.helpers.published_on_devices FILE COUNT CACHE...``.
 
-It runs in a process of its own, which has COUNT CPU devices. For each cache a JSON line says how the logits behind `PROMPT_TOKENS`
-tokens of real text and along `NEW_TOKENS` greedy ones compare, and whether the text is the same.
+It runs in a process of its own, which has COUNT CPU devices. CACHE is `full`, or a name and a budget such as `clustered-64`. For each
+a JSON line says how the logits behind `PROMPT_TOKENS` tokens of real text and along `NEW_TOKENS` greedy ones compare, and whether
+the text is the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import numpy as np
 
 ROOT = Path(__file__).parents[2]
 PROMPT_TOKENS, NEW_TOKENS = 300, 16
-BUDGET = 64  # of a cache that has one
 
 
 def compared(file: Path, count: int, *caches: str) -> list[dict]:
@@ -41,7 +41,8 @@ def _decoded(file: str, mesh: int | None, caches: list[str]) -> list[tuple[np.nd
     model, tokenizer = icejax.load(file, mesh=mesh)
     prompt = tokenizer((ROOT / "LICENSE").read_text()).input_ids[:PROMPT_TOKENS]
     assert len(prompt) == PROMPT_TOKENS
-    policies = [make_policy(cache, {} if cache == "full" else dict(budget=BUDGET)) for cache in caches]
+    named = [cache.partition("-") for cache in caches]
+    policies = [make_policy(name, dict(budget=int(budget)) if budget else {}) for name, _, budget in named]
     return [greedy(model, policy, [prompt], NEW_TOKENS)[:2] for policy in policies]
 
 

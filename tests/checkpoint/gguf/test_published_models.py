@@ -40,11 +40,16 @@ def test_greedy_text_is_transformers(name, monkeypatch):
     ("name", "devices"), [pytest.param("smollm2-135m", 3, marks=pytest.mark.slow), ("qwen2.5-coder-0.5b", 2)]
 )
 def test_several_devices_decode_a_file_as_one(name, devices, monkeypatch):
-    """As many devices as the models have KV heads; their weights stay codes."""
+    """As many devices as the models have KV heads; their weights stay codes.
+
+    With a small budget the text alone is compared: sums in another order can move a token to another page, which moved logits of
+    Qwen2.5-Coder by 0.022.
+    """
     monkeypatch.setattr(published, "home", lambda: HOME)
     try:
         file = published.gguf(name)
     except InputError as error:
         pytest.skip(str(error))
-    for result in published_on_devices.compared(file, devices, "full", "clustered"):
-        assert result["same_tokens"] and result["error"] < tolerances.LOGITS, result
+    *exact, small = published_on_devices.compared(file, devices, "full", "clustered-1024", "clustered-64")
+    assert all(result["error"] < tolerances.LOGITS for result in exact), exact
+    assert all(result["same_tokens"] for result in (*exact, small)), small
