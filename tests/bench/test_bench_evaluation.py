@@ -141,7 +141,9 @@ def test_a_dry_run_prints_commands_of_icejax_evaluate(tmp_path, capsys):
 
 
 def line(question, run, cache, task, metric="score", **values):
-    fields = dict(question=question, run=run, cache=cache, task=task, metric=metric, budget=None, weights="fp32", batch=1)
+    fields = dict(
+        question=question, run=run, model="m", cache=cache, task=task, metric=metric, budget=None, weights="fp32", batch=1
+    )
     fields |= dict(samples=8, score=0.5, low=0.25, high=0.75, tokens_per_s=None, device_bytes=3 * 2**20, host_bytes=2**19)
     return fields | values
 
