@@ -124,7 +124,7 @@ CASES = {
     "tokens full": (FEW_KV_HEADS, "full", {}, "heads=2,tokens=4"),
     "tokens clustered": (FEW_KV_HEADS, "clustered", dict(budget=1024, compact_every=32), "heads=2,tokens=2"),
     "tokens coded": (FEW_KV_HEADS | ONE_LAYER, "coded", dict(budget=1024), "heads=2,tokens=2"),
-    "tokens keydiff": (FEW_KV_HEADS, "keydiff", dict(budget=64), "heads=2,tokens=4"),
+    "tokens keydiff": (LLAMA | dict(num_key_value_heads=1), "keydiff", dict(budget=64), "heads=1,tokens=8"),
     "tokens int8": (FEW_KV_HEADS, "full", {}, "heads=2,tokens=2"),
     "tokens norms": (NORMS | dict(num_key_value_heads=2), "quest", dict(budget=1024), "heads=2,tokens=4"),
 }
