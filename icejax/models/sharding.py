@@ -141,7 +141,8 @@ def weights_of(model: nnx.Module, mesh: Mesh | None) -> Iterator[tuple[str, jax.
     cuts = jax.tree.leaves(module_cuts(state), is_leaf=lambda x: isinstance(x, PartitionSpec))
     for (path, x), array_cut in zip(jax.tree.leaves_with_path(state), cuts, strict=True):
         key = jax.tree_util.keystr(path, simple=True, separator=".")
-        if mesh is not None and array_cut and not set(OF_KV_HEADS).isdisjoint(key.split(".")):
+        copied = mesh is not None and mesh.tokens > 1 and not set(OF_KV_HEADS).isdisjoint(key.split("."))
+        if copied and array_cut:
             before, after = x.shape[: len(array_cut) - 1], x.shape[len(array_cut) :]
             parts = x.reshape(*before, mesh.heads, mesh.tokens, -1, *after)
             x = lax.index_in_dim(parts, 0, len(array_cut), keepdims=False).reshape(*before, -1, *after)
