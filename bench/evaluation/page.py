@@ -48,14 +48,19 @@ def write(new: list[dict[str, Any]], folder: Path) -> None:
     """Writes page and picture of the lines that are there and of new rows, which take the place of those of the same run.
 
     Raises:
-        InputError: no rows are given and none are there.
+        InputError: no rows are given and none are there, those that are there are of another model, or have more samples or a
+            difference from another cache, which the new ones do not have.
     """
     path = folder / LINES
-    old = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    made = set(map(_run_of, new))
-    found = [*(row for row in old if _run_of(row) not in made), *new]
-    if not found:
+    old = {_key(row): row for row in map(json.loads, path.read_text().splitlines())} if path.is_file() else {}
+    if not new and not old:
         raise InputError(f"--out has no finished run, and {folder} no {LINES}: expected one of them")
+    for row in new:
+        _check_replaces(row, old.get(_key(row)), path)
+        models = {x["model"] for x in (row, *old.values()) if x["weights"] == "fp32"}
+        if len(models) > 1:
+            raise InputError(f"{path} and --out have runs of {' and '.join(sorted(models))}: give another --results")
+    found = [*(old | {_key(row): row for row in new}).values()]
     write_file(path, "".join(json.dumps(row) + "\n" for row in found))
     write_file(folder / PAGE, "\n".join([START, *_sections(found)]))
     sessions = [row for row in found if row["question"] == SESSIONS and "difference" in row]
@@ -63,8 +68,21 @@ def write(new: list[dict[str, Any]], folder: Path) -> None:
         draw(sessions, folder / PICTURE)
 
 
-def _run_of(row: dict[str, Any]) -> tuple:
-    return tuple(row[name] for name in ("run", "model", "cache", "budget"))
+def _key(row: dict[str, Any]) -> tuple:
+    return tuple(row[name] for name in ("run", "model", "cache", "budget", "task", "metric"))
+
+
+def _check_replaces(new: dict[str, Any], old: dict[str, Any] | None, path: Path) -> None:
+    """Raises InputError if a new row says less than the one in its place."""
+    if old is None:
+        return
+    name = f"{new['run']} with {new['cache']}"
+    if new["samples"] < old["samples"]:
+        raise InputError(f"{name} has {new['samples']} samples in --out and {old['samples']} in {path}: run it with as many")
+    if "difference" in old and "difference" not in new:
+        raise InputError(
+            f"{name} has a difference from {old['against']} in {path} and none in --out: run {old['against']} there too"
+        )
 
 
 def _sections(found: list[dict[str, Any]]) -> Iterator[str]:

@@ -93,7 +93,7 @@ def this_machine(model: CausalLM, *, device_memory: int | None = None, host_memo
     """
     free, size = devices.host_free() * mesh.processes_of(model.mesh), devices.check_limit(device_memory, name="device_memory")
     count = mesh.size(model.mesh)
-    copies = 1 if model.config.latent is None else count  # of a latent cache, one on each device
+    copies = mesh.holders(model.mesh, latent=model.config.latent is not None)  # of a row's cache
     machine = dict(
         platform=devices.platform(),
         kind=devices.device().device_kind,

@@ -198,8 +198,7 @@ class CachePolicy(abc.ABC):
     """Decides which keys and values the cache keeps, where it keeps them, and which of them a query attends to.
 
     A policy is a frozen dataclass whose fields are its options; jit takes it as a static argument. It sees one layer at a time
-    and never the model. Most policies are of two kinds: `Eviction` keeps some tokens on the device; `Retrieval` keeps all
-    tokens in host memory and fetches the ones a query needs.
+    and never the model. `Eviction` keeps some tokens on the device; `Retrieval` fetches from host memory those a query needs.
     """
 
     budget: int | None = None  # tokens attended exactly per KV head and layer; None: all
@@ -210,7 +209,8 @@ class CachePolicy(abc.ABC):
     evicts: bool = False  # whether it drops tokens that a later text would attend to
     packs_by_head: bool = False  # whether `prefill` treats each KV head as it would alone, so that heads can take turns
     by_head: bool = False  # whether every phase does, so that devices can share the heads
-    by_queries: bool = True  # whether queries choose tokens; each device of a latent layer has others of them
+    by_queries: bool = True  # whether queries choose tokens; devices with copies of a KV head have different queries
+    per_query_head: bool = False  # whether every query head selects pages of its own
 
     def for_platform(self, platform: str, *, latent: bool) -> CachePolicy:
         """Returns the policy with open options settled for a platform (cpu, gpu or tpu) and for latent or other layers."""

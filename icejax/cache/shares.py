@@ -13,7 +13,7 @@ import jax
 
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.sizes import CacheSpec
-from icejax.runtime.mesh import WHOLE, Mesh, cut, cuts_between
+from icejax.runtime.mesh import WHOLE, Mesh, cut, cuts_between, holders
 
 PAGES = cut(2)  # of the new pages of a layer [P', B, K, ...]
 ORDER = cut(1)  # of the order of a layer's tokens in pages [B, K, T]
@@ -26,17 +26,10 @@ def whole_spec(spec: CacheSpec, mesh: Mesh | None) -> CacheSpec:
     return replace(spec, num_heads=spec.num_heads * mesh.size, num_kv_heads=spec.num_kv_heads * mesh.size)
 
 
-def copies(spec: CacheSpec, mesh: Mesh | None) -> int:
-    """Returns the number of devices, in a row, that have a copy of the same KV heads."""
-    if mesh is None:
-        return 1
-    return mesh.size if spec.latent else mesh.tokens
-
-
 def saved_spec(spec: CacheSpec, mesh: Mesh | None) -> CacheSpec:
     """Returns the sizes of a layer's cache on one device for the whole model, in which a row is saved from any mesh."""
     whole = whole_spec(spec, mesh)
-    return replace(whole, num_kv_heads=whole.num_kv_heads // copies(spec, mesh))
+    return replace(whole, num_kv_heads=whole.num_kv_heads // holders(mesh, latent=spec.latent))
 
 
 def state_cuts(policy: CachePolicy, spec: CacheSpec, mesh: Mesh | None) -> Any:

@@ -31,6 +31,7 @@ from icejax.evaluation.answers import Answers
 from icejax.files import private
 from icejax.models.decoder import CausalLM
 from icejax.runtime import processes
+from icejax.runtime.mesh import holders
 from icejax.runtime.out_of_memory import report_out_of_memory
 
 AGAINST = "full"  # the cache that others are compared with, unless the command line names one
@@ -202,6 +203,8 @@ def harness_model(
     from icejax.evaluation.harness import HarnessModel
 
     identity = fingerprint(model, policy, tokenizer) | dict(weights=weights_sum(model), context=arguments.context_length)
+    if (count := holders(model.mesh, latent=model.config.latent is not None)) > 1:
+        identity["copies"] = count  # each chooses pages for its own query heads
     answers = Answers()
     if is_first(arguments):
         private.make_folder(folder := cache_folder(arguments, policy))

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import display_name, layer_policies
-from icejax.cache.shares import copies
 from icejax.cache.sizes import CacheSpec, PoolSpec
 from icejax.checks.errors import InputError
 from icejax.config import ModelConfig
 from icejax.engine.buckets import SHORTEST, bucket, room_for
 from icejax.models.sharding import check_one_device, share
 from icejax.ops.rope import check_rerotation
-from icejax.runtime.mesh import Mesh
+from icejax.runtime.mesh import Mesh, holders
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,9 @@ def make_layout(
         for layer_policy in policies:
             if not layer_policy.by_head:
                 check_one_device(mesh, f"the cache {display_name(layer_policy)}")
-            # Each device would keep other tokens, by its own query heads.
-            if copies(spec, mesh) > 1 and layer_policy.evicts and layer_policy.by_queries:
+            # Each device would keep other tokens, by its own query heads, or have arrays of these heads.
+            differs = layer_policy.evicts and layer_policy.by_queries or layer_policy.per_query_head
+            if differs and holders(mesh, latent=spec.latent) > 1:
                 if spec.latent:
                     check_one_device(mesh, f"with latent attention the cache {display_name(layer_policy)}")
                 raise InputError(

@@ -37,7 +37,7 @@ class Answers:
             return
         self._first = json.dumps(identity, sort_keys=True).encode()
         try:
-            self._lines = WholeLines(file.open("r+b") if file.exists() else private.new_file(file), self._take)
+            self._lines = WholeLines(file, file.open("r+b") if file.exists() else private.new_file(file), self._take)
             if not self._lines.size:
                 self._lines.add(self._first)
         except OSError as error:

@@ -5,12 +5,18 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import BinaryIO
 
 from icejax.checks.errors import InputError
+
+LOG = logging.getLogger(__name__)
+UNLOCKABLE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # of file systems without flock(2)
 
 
 class WholeLines:
@@ -20,10 +26,11 @@ class WholeLines:
         size: bytes of the lines that the file had at first.
     """
 
-    def __init__(self, file: BinaryIO, take: Callable[[bytes], None]) -> None:
+    def __init__(self, path: Path, file: BinaryIO, take: Callable[[bytes], None]) -> None:
         """Reads the file, and removes a last line without an end: a writer that was killed has left it.
 
         Args:
+            path: where the file is, for messages.
             file: open at its beginning, to be written and, unless it is new, read.
             take: called with every line, the torn one included; it raises InputError for a line that is none of the caller's,
                 before anything is removed.
@@ -36,8 +43,12 @@ class WholeLines:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            told = f"{file.name} is being written by another process: wait for it, or give another --output"
+            told = f"{path} is being written by another process: wait for it, or give another --output"
             raise InputError(told) from None
+        except OSError as error:
+            if error.errno not in UNLOCKABLE:
+                raise
+            LOG.warning("%s is on a file system without locks: let no other process write it", path)
         for line in file if file.readable() else ():
             take(line)
             self.size += len(line) if line.endswith(b"\n") else 0

@@ -122,6 +122,13 @@ def size(mesh: Mesh | None) -> int:
     return 1 if mesh is None else mesh.size
 
 
+def holders(mesh: Mesh | None, *, latent: bool) -> int:
+    """Returns the number of devices, in a row, that hold copies of the same KV heads, or of a latent layer's one key."""
+    if mesh is None:
+        return 1
+    return mesh.size if latent else mesh.tokens
+
+
 def processes_of(mesh: Mesh | None) -> int:
     """Returns the number of processes that share the devices."""
     return 1 if mesh is None else processes.count()

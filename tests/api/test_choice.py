@@ -10,6 +10,7 @@ from icejax.api.choice import Choice, Machine, choose, choose_for_session, cross
 from icejax.cache.registry import IN_PAGES, ON_DEVICE
 from icejax.engine.buckets import bucket
 from icejax.models.registry import family
+from icejax.runtime.mesh import Mesh
 from icejax.runtime.rates import RATES, rates_of
 
 SMOLLM2 = dict(
@@ -144,12 +145,15 @@ def test_a_device_has_the_rates_of_its_kind():
     assert rates_of("tpu", "TPU v9") == RATES["TPU v5 lite"] and rates_of("cpu", "cpu").measured
 
 
-def test_a_machine_has_the_memory_beside_the_weights(bundled):
+def test_a_machine_has_the_memory_beside_the_weights(bundled, monkeypatch):
     model = bundled[0]
     whole = this_machine(model, device_memory=2**30, host_memory_limit=2**20)
     weights = 4 * (257 * 256 + 4 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 640 + 2 * 256) + 256)  # fp32, tied embeddings
     assert whole.device_free == 2**30 - weights and whole.host_free == 2**20 and not whole.one_memory
     assert this_machine(model).one_memory and this_machine(model).device_free > 2**20
+    monkeypatch.setattr(model, "mesh", Mesh(2, 4))  # each KV head is on four of eight devices
+    copied = this_machine(model, device_memory=2**30, host_memory_limit=2**20)
+    assert (copied.device_free, copied.host_free) == ((8 * 2**30 - weights) // 4, 2**18)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from bench.evaluation import exact, page, rows, runs
 from bench.needle.evaluate import wilson
 from icejax.api.generate import ASSETS
 from icejax.cache.registry import Clustered, Full, SnapKV
+from icejax.checks.errors import InputError
 from icejax.engine import prefill
 from tests import tolerances
 
@@ -173,7 +174,18 @@ def test_the_page_has_a_table_for_each_task(tmp_path):
     assert (tmp_path / page.PAGE).read_text() == text
     page.write([newer := line(1, "fp32-full-1", "full", "humaneval", "pass@1", samples=164)], tmp_path)
     kept = [json.loads(text) for text in (tmp_path / page.LINES).read_text().splitlines()]
-    assert kept == [found[0], *found[2:], newer]
+    assert kept == [found[0], newer, *found[2:]]
+    for less, told in (
+        (found[1], f"fp32-full-1 with full has 8 samples in --out and 164 in {tmp_path / page.LINES}: run it with as many"),
+        (
+            {name: value for name, value in found[2].items() if name != "difference"},
+            f"m-8192 with snapkv has a difference from full in {tmp_path / page.LINES} and none in --out: run full there too",
+        ),
+        (found[2] | dict(model="other"), f"{tmp_path / page.LINES} and --out have runs of m and other: give another --results"),
+    ):
+        with pytest.raises(InputError) as error:
+            page.write([less], tmp_path)
+        assert str(error.value) == told
 
 
 def test_an_interval_is_that_of_its_kind_of_score():

@@ -1,5 +1,7 @@
 """The record of answers: an interrupted run continues, and answers of another model are refused."""
 
+import errno
+import fcntl
 import json
 import stat
 
@@ -69,6 +71,16 @@ def test_one_run_at_a_time_writes_a_file(tmp_path):
         Answers(file, IDENTITY)
     first.close()
     assert (first["k"], Answers(file, IDENTITY)["k"]) == (1, 1)
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
+    def lacking(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", lacking)
+    Answers(file := tmp_path / "answers.jsonl", IDENTITY).add("k", 1, TOOK)
+    assert file.read_bytes().endswith(b"\n")
+    assert caplog.messages == [f"{file} is on a file system without locks: let no other process write it"]
 
 
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch):

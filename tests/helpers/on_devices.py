@@ -126,7 +126,7 @@ CASES = {
     "tokens coded": (FEW_KV_HEADS | ONE_LAYER, "coded", dict(budget=1024), "heads=2,tokens=2"),
     "tokens keydiff": (LLAMA | dict(num_key_value_heads=1), "keydiff", dict(budget=64), "heads=1,tokens=8"),
     "tokens int8": (FEW_KV_HEADS, "full", {}, "heads=2,tokens=2"),
-    "tokens norms": (NORMS | dict(num_key_value_heads=2), "quest", dict(budget=1024), "heads=2,tokens=4"),
+    "tokens norms": (NORMS | dict(num_key_value_heads=2), "clustered", dict(budget=1024), "heads=2,tokens=4"),
 }
 BY_LAYERS = ("norms", "experts clustered", "latent keydiff")  # cases whose step is a program per layer, as of a larger model
 WEIGHTS = {"int4": dict(quantize="int4"), "tokens int8": dict(quantize="int8")}  # options of loading

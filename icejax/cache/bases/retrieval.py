@@ -67,7 +67,6 @@ class Retrieval(CachePolicy):
     resident: bool = False  # whether the selected pages of the newest step stay on the device
     compact_every: int = 0  # decoded tokens after which their pages are packed again; 0: never
     by_slot: bool = False  # whether it selects and fetches single slots of pages
-    per_query_head: bool = False  # whether every query head selects pages of its own
     shares: bool = False  # whether later layers may follow it
     packs_by_head = True
 

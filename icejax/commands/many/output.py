@@ -30,7 +30,7 @@ class Output:
         """
         self._path, self.keys = path, set[str]()
         try:
-            self._lines = WholeLines(path.open("x+b") if not path.exists() else path.open("r+b"), self._take)
+            self._lines = WholeLines(path, path.open("x+b") if not path.exists() else path.open("r+b"), self._take)
         except OSError as error:
             raise InputError(f"{path} cannot be used: {error.strerror}") from None
 

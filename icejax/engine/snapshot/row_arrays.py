@@ -20,10 +20,10 @@ from icejax.cache.pool.extents import extents_for
 from icejax.cache.pool.host_pool import Pool
 from icejax.cache.pool.page_format import pool_shapes
 from icejax.cache.protocol import KVCache, Lengths
-from icejax.cache.shares import copies, saved_spec
+from icejax.cache.shares import saved_spec
 from icejax.engine.plan import Plan
 from icejax.engine.snapshot.array_names import named_arrays
-from icejax.runtime.mesh import home
+from icejax.runtime.mesh import holders, home
 
 Kinds = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape by name
 
@@ -72,7 +72,7 @@ def array_out(x: jax.Array, saved: jax.ShapeDtypeStruct, plan: Plan) -> np.ndarr
 
 def _first_copies(x: np.ndarray, axis: int, plan: Plan) -> np.ndarray:
     """Returns the parts of an array, along an axis, that are no copies of the one before."""
-    count = copies(plan.spec, plan.mesh)
+    count = holders(plan.mesh, latent=plan.spec.latent)
     if count == 1:
         return x
     shape = (plan.mesh.size // count, count, x.shape[axis] // plan.mesh.size)
@@ -81,7 +81,7 @@ def _first_copies(x: np.ndarray, axis: int, plan: Plan) -> np.ndarray:
 
 def arrays_in(arrays: Any, plan: Plan, cuts: Any) -> Any:
     """Returns saved arrays of a row's cache on the devices of a plan, where they are cut by `cuts`."""
-    count = copies(plan.spec, plan.mesh)
+    count = holders(plan.mesh, latent=plan.spec.latent)
     if count > 1:
         return jax.tree.map(lambda x, cut: plan.mesh.copies(x, cut, count), arrays, jax.tree.broadcast(cuts, arrays))
     # No aliasing: on CPU an array over numpy's memory could not be written in place.
