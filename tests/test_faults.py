@@ -168,7 +168,7 @@ FAULTS = (
     ("cache/bases/window.py", "valid = leaving < self.start(after)", "valid = leaving <= self.start(after)", "engine/test_extend.py::test_logits_in_parts_equal_those_of_the_whole[long-pages-of-16]"),
     ("cache/bases/digest_pages.py", "score=self.score", "score='mean'", "cache/test_clustered.py::test_200_steps_equal_the_reference"),
     ("cache/bases/selection.py", "jnp.where(repeated, 0, counts)", "counts", "cache/test_streaming_and_quest.py::test_quest_chooses_pages_for_every_query_head"),
-    ("cache/bases/pool_attention.py", "(used + block - 1) // block", "used // block", "engine/test_extend.py::test_logits_in_parts_equal_those_of_the_whole[long-pages-of-16]"),
+    ("cache/pool/attention.py", "(used + block - 1) // block", "used // block", "engine/test_extend.py::test_logits_in_parts_equal_those_of_the_whole[long-pages-of-16]"),
     ("ops/slots.py", "(row, slots[row], 0)", "(row, slots[0], 0)", "cache/test_policies.py::test_budget_for_all_tokens_equals_dense_attention"),
     ("cache/index/base.py", "x, first, axis=2", "x, 0, axis=2", "cache/test_streaming_and_quest.py::test_quest_chooses_pages_for_every_query_head"),
     ("cache/bases/eviction.py", "jnp.where(is_new, view.lengths.seen", "jnp.where(~is_new, view.lengths.seen", "cache/test_streaming_and_quest.py::test_streaming_keeps_the_first_tokens_and_the_newest"),

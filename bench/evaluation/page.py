@@ -45,11 +45,11 @@ those of a batch that has room for the longest prompts of its kind.
 
 
 def write(new: list[dict[str, Any]], folder: Path) -> None:
-    """Writes page and picture of the lines that are there and of new rows, which take the place of those of the same run.
+    """Writes page and picture of the rows in the folder's file and of new ones, which replace those of the same run.
 
     Raises:
-        InputError: no rows are given and none are there, those that are there are of another model, or have more samples or a
-            difference from another cache, which the new ones do not have.
+        InputError: no rows are given and the file has none; its rows are of another model; or one of them has more samples than
+            the new row in its place, or a difference from another cache where the new row has none.
     """
     path = folder / LINES
     old = {_key(row): row for row in map(json.loads, path.read_text().splitlines())} if path.is_file() else {}
@@ -60,10 +60,10 @@ def write(new: list[dict[str, Any]], folder: Path) -> None:
         models = {x["model"] for x in (row, *old.values()) if x["weights"] == "fp32"}
         if len(models) > 1:
             raise InputError(f"{path} and --out have runs of {' and '.join(sorted(models))}: give another --results")
-    found = [*(old | {_key(row): row for row in new}).values()]
-    write_file(path, "".join(json.dumps(row) + "\n" for row in found))
-    write_file(folder / PAGE, "\n".join([START, *_sections(found)]))
-    sessions = [row for row in found if row["question"] == SESSIONS and "difference" in row]
+    rows = [*(old | {_key(row): row for row in new}).values()]
+    write_file(path, "".join(json.dumps(row) + "\n" for row in rows))
+    write_file(folder / PAGE, "\n".join([START, *_sections(rows)]))
+    sessions = [row for row in rows if row["question"] == SESSIONS and "difference" in row]
     if sessions:
         draw(sessions, folder / PICTURE)
 

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from icejax.cache.bases.pool_attention import Read, attend_pages
 from icejax.cache.bases.selection import Selection, num_attended
 from icejax.cache.bases.window import Planes, Window, WindowState
 from icejax.cache.index.base import PageIndex
+from icejax.cache.pool.attention import Read, attend_pages
 from icejax.cache.pool.host_pool import Fetched
 from icejax.cache.pool.page_format import PagePlanes, Stored, stack_planes
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, Shared, View

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from icejax.cache.bases.pool_attention import Read
 from icejax.cache.bases.reranking import at
 from icejax.cache.bases.retrieval import Near, PagedState, Pages
 from icejax.cache.bases.selection import Selection
 from icejax.cache.bases.similar_pages import ScaledState, SimilarPages
 from icejax.cache.bases.two_precisions import BITS, attend_best_tokens, error_of_codes, tokens_by_codes
 from icejax.cache.index.page_codes import PageCodes
+from icejax.cache.pool.attention import Read
 from icejax.cache.pool.page_format import PagePlanes, Stored
 from icejax.cache.protocol import Heads, Lengths, Report, View
 from icejax.cache.sizes import CacheSpec, PoolSpec

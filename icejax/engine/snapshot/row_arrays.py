@@ -67,7 +67,10 @@ def _named(name: str, arrays: Any) -> list[tuple[str, Any]]:
 def array_out(x: jax.Array, saved: jax.ShapeDtypeStruct, plan: Plan) -> np.ndarray:
     """Returns an array of a row's cache as it is saved, without copies."""
     axes = [axis for axis, sizes in enumerate(zip(x.shape, saved.shape, strict=True)) if sizes[0] != sizes[1]]
-    return _first_copies(np.asarray(x), axes[0], plan) if axes else np.asarray(x)
+    if not axes:
+        return np.asarray(x)
+    [axis] = axes  # of its KV heads
+    return _first_copies(np.asarray(x), axis, plan)
 
 
 def _first_copies(x: np.ndarray, axis: int, plan: Plan) -> np.ndarray:
