@@ -23,6 +23,7 @@ from icejax.commands.terminal import process as launch
 from tests.helpers import families
 
 GENERATE = [sys.executable, "-m", "icejax.generate"]
+WAIT_S = 120  # after which a process hangs, on the slowest machine
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc or /dev/full")
 
 
@@ -55,7 +56,7 @@ def interrupted(line: list[str], after_s: float) -> None:
         time.sleep(0.001)
     time.sleep(after_s)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=WAIT_S)
     assert (process.returncode, err.decode().strip()) == (130, "interrupted"), f"after {after_s:.2f} s: {err.decode()}"
 
 
@@ -91,7 +92,7 @@ launch.launch("work", name="work")
         shown += os.read(terminal, 1000)
     assert termios.tcgetattr(child_end) != before
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 143
+    assert process.wait(timeout=WAIT_S) == 143
     shown = os.read(terminal, 1000)
     assert b"\x1b[?25h" in shown and b"terminated" in shown
     assert termios.tcgetattr(child_end) == before and list(tmp_path.iterdir()) == []
@@ -161,7 +162,7 @@ launch.launch("work", name="work")
     process = start([sys.executable, "-c", code, str(tmp_path / "part")])
     assert process.stdout.readline() == b"writing\n"
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
+    process.communicate(timeout=WAIT_S)
     assert process.returncode == 130 and list(tmp_path.iterdir()) == []
 
 
@@ -185,7 +186,7 @@ launch.launch("work", name="work")
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == b"went on\n"
     process.send_signal(signal.SIGINT)
-    assert (process.communicate(timeout=20)[1].strip(), process.returncode) == (b"interrupted", 130)
+    assert (process.communicate(timeout=WAIT_S)[1].strip(), process.returncode) == (b"interrupted", 130)
 
 
 @pytest.mark.slow
@@ -193,7 +194,7 @@ def test_a_closed_stdout_pipe_ends_quietly(endless):
     process = start(endless)
     assert process.stdout.read(1)
     process.stdout.close()
-    assert process.wait(timeout=60) == 141
+    assert process.wait(timeout=WAIT_S) == 141
     assert process.stderr.read() == b""
 
 
@@ -206,7 +207,7 @@ def test_a_closed_stdout_pipe_ends_quietly(endless):
 def test_a_full_stdout_is_one_line(arguments):
     with open("/dev/full", "w") as full:
         process = start([*GENERATE, *arguments], stdout=full)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 2
     assert err.decode() == (
         "icejax.generate: error: stdout cannot be written (No space left on device): choose another place for the answer\n"
@@ -223,7 +224,8 @@ def test_a_closed_stdout_is_told_before_anything_runs():
 def test_closed_stdin_and_stderr_do_no_harm():
     line = f"exec {sys.executable} -m icejax.generate --prompt - --max-new-tokens 2"
     process = subprocess.run(["sh", "-c", f"{line} <&-"], capture_output=True, text=True)
-    assert (process.returncode, process.stderr) == (2, "icejax.generate: error: prompt 1 is empty: expected some text\n")
+    error = process.stderr.splitlines()[-1]  # a busy machine tells before it that loading takes long
+    assert (process.returncode, error) == (2, "icejax.generate: error: prompt 1 is empty: expected some text")
     assert subprocess.run(["sh", "-c", f"{line} --budget x 2>&-"], capture_output=True).returncode == 2
 
 

@@ -26,6 +26,7 @@ from icejax.checks.json_file import MOST_BYTES
 
 About = Mapping[str, tuple[tuple[int, ...], str]]  # shape and dtype of each tensor, by key
 NODE_BYTES = 2**18  # of the index: every write replaces the nodes that lead to its chunks, and leaves the old ones in the file
+CACHE_BYTES = 2**24  # of these nodes in memory: Orbax's own 100 MB can be more than the tensors
 BATCH_BYTES = 2**20  # smaller pieces are written together
 DATA = "d"  # the subfolder with the tensors' bytes, whose files are read in parts
 
@@ -66,18 +67,19 @@ class _OneByOne(ocp.type_handlers.NumpyHandler):
         infos: Sequence[ocp.type_handlers.ParamInfo],
         args: Sequence[ocp.SaveArgs] | None = None,
     ) -> list[ocp.future.Future]:
+        context = _context(in_one=infos[0].is_ocdbt_checkpoint)
         places = {info.name: info for info in infos}
         batch: list[tuple[ocp.type_handlers.ParamInfo, int, np.ndarray]] = []
         for key, start, array in self._pieces:
             if sum(part.nbytes for *_, part in batch) + array.nbytes > self._most_bytes:
-                await asyncio.gather(*(self._write(*entry) for entry in batch))
+                await asyncio.gather(*(self._write(*entry, context) for entry in batch))
                 batch.clear()
             batch.append((places[key], start, array))
             del array  # else two pieces are in memory while the next is made
-        await asyncio.gather(*(self._write(*entry) for entry in batch))
+        await asyncio.gather(*(self._write(*entry, context) for entry in batch))
         return []
 
-    async def _write(self, info: ocp.type_handlers.ParamInfo, start: int, array: np.ndarray) -> None:
+    async def _write(self, info: ocp.type_handlers.ParamInfo, start: int, array: np.ndarray, context: ts.Context) -> None:
         await info.await_path_creation()
         (shape, _), dtype = self._about[info.name], array.dtype
         spec = ocp.type_handlers.get_json_tspec_write(
@@ -89,9 +91,15 @@ class _OneByOne(ocp.type_handlers.NumpyHandler):
             process_index=jax.process_index(),
         )
         spec["kvstore"]["config"]["max_decoded_node_bytes"] = NODE_BYTES
-        target = await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
+        target = await ts.open(ts.Spec(spec), create=True, open=True, context=context)
         target = target[start : start + len(array)] if shape else target
         await target.write(array, can_reference_source_data_indefinitely=True)
+
+
+def _context(*, in_one: bool) -> ts.Context:
+    """Returns TensorStore's context of one checkpoint: it has the index of the chunks, so all tensors share one."""
+    cache = ts.Context.Spec({"cache_pool#ocdbt": {"total_bytes_limit": CACHE_BYTES}})
+    return ts.Context(cache, ocp.type_handlers.get_ts_context(use_ocdbt=in_one))
 
 
 def save(path: Path, about: About, pieces: Iterable[tuple[str, int, np.ndarray]], *, most_bytes: int) -> None:
@@ -144,7 +152,7 @@ def stored(path: Path) -> dict[str, Stored]:
         _check_files(path)
         metadata = checkpointer.metadata(path.absolute()).item_metadata.tree
         in_one = ocp.type_handlers.is_ocdbt_checkpoint(path.absolute())
-        context = ocp.type_handlers.get_ts_context(use_ocdbt=in_one)  # one for all: it has the index of the chunks
+        context = _context(in_one=in_one)
         return {key: _stored(key, path, entry, in_one, context) for key, entry in metadata.items()}
 
 
