@@ -75,7 +75,7 @@ def test_a_command_gets_its_own_arguments(installed, tmp_path):
 
 @pytest.mark.slow  # imports, loads and compiles
 def test_the_bundled_model_answers(installed, tmp_path):
-    arguments = ["-m", "icejax", "generate", "--prompt", "import os", "--max-new-tokens", "2", "--cache", "full"]
+    arguments = ["-m", "icejax", "generate", "--prompt", "import os", "--max-new-tokens", "2", "--cache", "full", "--quiet"]
     status, out, err = run(installed, tmp_path, *arguments)
     assert (status, err) == (0, "") and len(out) > 1
     assert list(tmp_path.iterdir()) == []

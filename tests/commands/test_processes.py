@@ -93,7 +93,7 @@ def test_the_death_of_a_process_ends_the_others_with_a_line(tmp_path, victim):
     started[victim].kill()
     killed = time.monotonic()
     (status, _, err) = outcomes(started)[1 - victim]
-    assert time.monotonic() - killed < 2 * processes.HEARTBEAT_S + 20  # beside the time that a busy machine takes to end it
+    assert time.monotonic() - killed < 2 * processes.HEARTBEAT_S + 60  # beside the time that a busy machine takes to end it
     assert (status, err) == (group.LOST, LOST)
 
 

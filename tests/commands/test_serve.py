@@ -135,7 +135,7 @@ def test_a_process_starts_answers_and_ends_by_a_signal(sign):
         with urllib.request.urlopen(request, timeout=120) as response:
             assert json.load(response)["choices"][0]["text"] == "support"
         process.send_signal(sign)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
         assert (process.returncode, out, err) == (0, "", "")
     finally:
         process.kill()
@@ -156,7 +156,7 @@ def test_a_second_signal_ends_a_process_that_drains():
             for _ in range(20):
                 response.readline()
             process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 143
+            assert process.wait(120) == 143
         assert process.stderr.read().strip() == "terminated"
     finally:
         process.kill()
@@ -166,7 +166,7 @@ def test_a_second_signal_ends_a_process_that_drains():
 def test_a_model_that_does_not_load_is_told_in_one_line(tmp_path):
     pytest.importorskip("uvicorn")
     process = started("--model", str(tmp_path / "none"))
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (2, "") and err.count("\n") == 1 and "none" in err
 
 
@@ -219,7 +219,7 @@ def test_the_death_of_a_serving_process_ends_the_other_with_a_line(tmp_path, vic
                 while not response.readline().startswith(b"data:"):
                     pass
             processes[victim].kill()
-            out, err = processes[1 - victim].communicate(timeout=60)
+            out, err = processes[1 - victim].communicate(timeout=120)
         lost = LOST.replace("error: ", "error: the engine has failed: ") if victim else LOST
         assert (processes[1 - victim].returncode, out, err) == (group.LOST, "", lost)
     finally:

@@ -115,14 +115,14 @@ def in_threads(count: int, work) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive()
     if errors:
         raise errors[0]
 
 
 def wait_until(condition) -> None:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)

@@ -84,7 +84,7 @@ def test_a_stranger_is_no_process_of_the_group(monkeypatch):
 
         def drip() -> None:
             with contextlib.suppress(OSError):
-                while not over.wait(0.04):
+                while not over.wait(0.4):
                     slow.send(b"\0")
 
         dripping, started = threading.Thread(target=drip), time.monotonic()
@@ -92,7 +92,7 @@ def test_a_stranger_is_no_process_of_the_group(monkeypatch):
         [connection] = channel._accepted(server, KEY, 1)
         over.set()
         dripping.join()
-        assert time.monotonic() - started < 1.0  # a header that comes byte by byte would take 1.4
+        assert time.monotonic() - started < 7  # a header that comes byte by byte would take 14
         assert connection.getpeername() == known.getsockname()
         assert stranger.recv(1) == silent.recv(1) == b""
         monkeypatch.setattr(channel, "CONNECT_S", 0.0)

@@ -52,7 +52,7 @@ def test_what_does_not_come_to_its_end_fails(program):
 def test_time_is_limited(program):
     started = time.perf_counter()
     assert programs.run(program, seconds=1) == "timed out"
-    assert time.perf_counter() - started < 15
+    assert time.perf_counter() - started < 40
 
 
 # Attempt -> program, and the exception that it must raise in the programs.
@@ -180,7 +180,7 @@ def _sandbox_processes(text: str) -> list[str]:
 
 
 def _wait(condition) -> None:
-    deadline = time.monotonic() + 8
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -411,8 +411,8 @@ def test_the_process_does_not_outlive_its_parent(way):
         assert os.getsid(child) == child  # Ctrl-C in a terminal does not reach the child
         if way == "wait":
             parent.kill()
-        assert parent.wait(20) in (0, 1, -9) and parent.stderr.read() == b""
-    deadline = time.monotonic() + 20
+        assert parent.wait(120) in (0, 1, -9) and parent.stderr.read() == b""
+    deadline = time.monotonic() + 120
     while _runs(child):
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -385,7 +385,7 @@ def test_the_shell_chats_on_in_a_session(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_shell_warns_in_one_line_that_a_template_rewrites(tmp_path):
-    chats = [sys.executable, "-m", "icejax.generate", *shell(tmp_path, "{{ messages | length }}" + BUNDLED)]
+    chats = [sys.executable, "-m", "icejax.generate", *shell(tmp_path, "{{ messages | length }}" + BUNDLED), "--quiet"]
     for prompts in (["a", "b", "c"], ["d"]):
         prompt_options = [part for prompt in prompts for part in ("--prompt", prompt)]
         limits = ["--context-length", "300"] if len(prompts) == 3 else []
