@@ -18,7 +18,7 @@ from rich.text import Text
 from icejax.runtime.compile_clock import clock
 from icejax.runtime.progress import COMPILING, LOADING, MEASURING, PREFILL
 
-PATIENCE_S = 2.0  # seconds that a phase lasts before a line appears
+PATIENCE_S = 2.0  # seconds that a phase lasts before its first line
 UNITS = {LOADING: "tensors", PREFILL: "layers", COMPILING: "programs", MEASURING: "runs"}
 NOTE = " compiling"  # stands after the first token on a terminal while the program of the others is compiled
 
@@ -41,8 +41,9 @@ def progress(console: Console, *, quiet: bool = False) -> Progress:
 class Phases:
     """Shows the phases of a call, whose `progress` it is; used as a context, whose end ends the last phase.
 
-    On a terminal a phase is a bar. Elsewhere a phase that has lasted `PATIENCE_S` seconds gets a line, and its end
-    another. Once an answer's text is written (`before_text`), no line comes between its pieces.
+    On a terminal a phase is a bar. Elsewhere a phase that has lasted `PATIENCE_S` seconds gets a line, another each time
+    that its duration has doubled, and one at its end. Once an answer's text is written (`before_text`), no line comes
+    between its pieces.
     """
 
     def __init__(self, console: Console, *, quiet: bool = False) -> None:
@@ -77,9 +78,7 @@ class Phases:
                 self._end()
                 self._phase, self._started = phase, time.monotonic()
                 if phase in UNITS:
-                    self._timer = threading.Timer(PATIENCE_S, self._tell)
-                    self._timer.daemon = True
-                    self._timer.start()
+                    self._tell_after(PATIENCE_S)
             self._done, self._total = done, total
 
     def stop(self) -> None:
@@ -108,13 +107,20 @@ class Phases:
             self._phase, self._task = phase, self._bars.add_task(f"{phase} {UNITS.get(phase, '')}".rstrip(), total=None)
         self._bars.update(self._task, completed=done, total=total or None)
 
+    def _tell_after(self, seconds: float) -> None:
+        self._timer = threading.Timer(seconds, self._tell)
+        self._timer.daemon = True
+        self._timer.start()
+
     def _tell(self) -> None:
         """Tells of the phase that lasts; the timer calls it."""
         with self._lock:
             if self._timer is threading.current_thread():  # else the phase has ended meanwhile
                 count = f", {self._done} of {self._total} {UNITS[self._phase]}" if self._total else ""
-                self._write(f"{self._phase}: {PATIENCE_S:.0f} s so far{count}\n")
+                seconds = time.monotonic() - self._started
+                self._write(f"{self._phase}: {seconds:.0f} s so far{count}\n")
                 self._told = True
+                self._tell_after(max(seconds, PATIENCE_S))
 
     def _end(self) -> None:
         """Ends the current phase, with a line if its begin had one."""
