@@ -20,7 +20,7 @@ from icejax.commands.terminal.phases import Phases
 from icejax.engine.sampling import Sampling
 from icejax.models.decoder import CausalLM
 from icejax.runtime.out_of_memory import report_out_of_memory
-from icejax.runtime.progress import COMPILING
+from icejax.runtime.progress import WARM_UP
 from icejax.serving.lifecycle import EngineFailed, Server, Start
 from icejax.serving.service import Service
 from icejax.serving.warm import warm_up
@@ -51,7 +51,7 @@ def prepared(arguments: argparse.Namespace, console: Console) -> tuple[Service, 
         if engine.cache_choice is not None:
             tell_cache(arguments, engine.cache_choice, console)
         with Phases(console, quiet=arguments.quiet) as phases:
-            warm_up(engine, tokens=arguments.warmup, tell=lambda done, total: phases(COMPILING, done, total))
+            warm_up(engine, tokens=arguments.warmup, tell=lambda done, total: phases(WARM_UP, done, total))
         service.metrics.started(page_size=engine.context_length, blocks=arguments.slots, dtype=model.dtype)
         return model, tokenizer, engine
 

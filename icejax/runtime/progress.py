@@ -1,7 +1,8 @@
 """The progress that a call reports to its caller. `api.generate` and `Session` call it; commands show it.
 
 A `progress` is called with a phase, the amount done and the whole amount: ("loading", 3, 290) tensors, ("prefill", 2,
-30) layers, ("compiling", 4, 0), the fourth program of the call, of a number that nobody knows, ("measuring", 5, 12) runs.
+30) layers, ("compiling", 4, 0), the fourth program of the call, of a number that nobody knows, ("measuring", 5, 12) runs,
+("warm-up", 3, 43) requests.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from icejax.runtime.compile_clock import clock
 
 Progress = Callable[[str, int, int], None]  # phase, number done, number in all (0: unknown)
-LOADING, COMPILING, PREFILL, MEASURING = "loading", "compiling", "prefill", "measuring"
+LOADING, COMPILING, PREFILL, MEASURING, WARM_UP = "loading", "compiling", "prefill", "measuring", "warm-up"
 
 
 @contextlib.contextmanager

@@ -71,6 +71,14 @@ def test_a_terminal_shows_compiling_behind_the_first_token(text, width, room):
         assert shown.getvalue() == (NOTE + ERASED) * room
 
 
+def test_a_terminal_shows_a_bar_of_a_warm_up():
+    """Its requests are counted; a count of programs would have no bar, for nobody knows how many come."""
+    shown = io.StringIO()
+    with Phases(Console(file=shown, force_terminal=True, width=100)) as waiting:
+        waiting("warm-up", 3, 43)
+    assert "warm-up requests" in shown.getvalue() and " 3/43" in shown.getvalue()
+
+
 def test_a_command_tells_of_prefill_unless_quiet(capsys, bundled, monkeypatch):
     monkeypatch.setattr("icejax.commands.generate.load", lambda *_: bundled)
     monkeypatch.setattr(phases, "PATIENCE_S", 0.0)

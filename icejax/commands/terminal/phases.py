@@ -16,10 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from icejax.runtime.compile_clock import clock
-from icejax.runtime.progress import COMPILING, LOADING, MEASURING, PREFILL
+from icejax.runtime.progress import COMPILING, LOADING, MEASURING, PREFILL, WARM_UP
 
 PATIENCE_S = 2.0  # seconds that a phase lasts before its first line
-UNITS = {LOADING: "tensors", PREFILL: "layers", COMPILING: "programs", MEASURING: "runs"}
+UNITS = {LOADING: "tensors", PREFILL: "layers", COMPILING: "programs", MEASURING: "runs", WARM_UP: "requests"}
 NOTE = " compiling"  # stands after the first token on a terminal while the program of the others is compiled
 
 
