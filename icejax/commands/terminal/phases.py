@@ -120,7 +120,7 @@ class Phases:
                 seconds = time.monotonic() - self._started
                 self._write(f"{self._phase}: {seconds:.0f} s so far{count}\n")
                 self._told = True
-                self._tell_after(max(seconds, PATIENCE_S))
+                self._tell_after(seconds)
 
     def _end(self) -> None:
         """Ends the current phase, with a line if its begin had one."""
