@@ -30,12 +30,13 @@ that of the text, and of all that a policy draws. `full` shows rounding: its own
 
 ![KL and agreement by step](compounding.png)
 
-- **KL**: of the next token from exact attention over the same text, in units of 0.001 nats, mean over the steps above it.
+- **KL**: of the next token from exact attention over the same text, in units of 0.001 nats, mean over a column's steps.
 - **agrees**: share of steps whose most likely token is the same.
 - **equal before**: number of equal tokens before the first that differs from the full cache's text, for each seed.
 - **equal**: share of tokens that are equal at the same place.
-- **moved**: pages that a KV head of a layer fetches per step, the 95th percentile, and KiB per step of a model with 16 bits;
-  **same**: share of a step's pages that the step before had too.
+- **moved**: bytes that a KV head of a layer fetches per step, in whole pages: a page whose keys alone are fetched counts as
+  half. The 95th percentile, and KiB per step of a model with 16 bits.
+- **same**: share of the pages of the attended tokens that held attended tokens in the step before too.
 - **error**: relative L2 error of a head's attention output, mean over heads, layers and the first 16 steps, and the 95th
   percentile.
 - `random-pages`: sinks, window and random pages; nothing else counts. `streaming`: sinks and the newest tokens. `topk`: the

@@ -23,7 +23,7 @@ class Round:
     Attributes:
         steps: between tokens of the rows, before the long prompt was submitted.
         gaps: between their tokens while it was prefilled.
-        units: of every unit of prefill, as the engine counts it.
+        units: of every unit of prefill, as the engine counts it; none for an engine of another process.
         ttft_s, alone_s: to the long prompt's first token, beside the rows and in an idle engine.
     """
 
@@ -49,7 +49,8 @@ def judged_rounds(rounds: Sequence[Round], **sizes: float) -> Iterator[dict]:
     gaps = [gap for measured in rounds for gap in measured.gaps]
     p99_s = float(np.quantile(gaps, 0.99))
     units = [unit for measured in rounds for unit in measured.units]
-    figures = dict(p99_s=p99_s, max_s=max(gaps), gaps=len(gaps), step_s=step_s, longest_unit_s=max(units), units=len(units))
+    figures = dict(p99_s=p99_s, max_s=max(gaps), gaps=len(gaps), step_s=step_s)
+    figures |= dict(longest_unit_s=max(units), units=len(units)) if units else {}
     yield judged("prefill", "itl", [p99_s / (UNIT_S + step_s)], **sizes, **figures)
     ratios = [measured.ttft_s / measured.alone_s for measured in rounds]
     seconds = {name: float(np.median([getattr(measured, name) for measured in rounds])) for name in ("ttft_s", "alone_s")}

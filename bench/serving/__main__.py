@@ -7,6 +7,8 @@ Parts, each a JSON line per row, with figures under the names of vLLM's `benchma
   output tokens per second over HTTP by those of the engine, whose bar is 0.9
 - `document`: four questions about one document, one after another: time to the first token, tokens from the prefix store
 - `cancel`: clients that leave at random times, and the extents that are then missing: `extents_leaked` must be 0
+- `bars`: two of `bench.engine` over HTTP. `batch`: tokens per second of streams that decode together, over those of one stream
+  of a server with one slot; `prefill`: a prompt of `--document-tokens` comes beside four streams
 - `soak`: random requests for `--minutes`, one of four as the page sends it (with `explain`, where the cache has pages), and the
   server's memory at the start, at the end and per hour
 
@@ -35,7 +37,7 @@ import psutil
 from bench import published
 from bench.engine.bars import Bar
 from bench.flags import listed, numbers
-from bench.serving import parts, peers
+from bench.serving import bars, parts, peers
 from bench.serving.client import Http, metric, model_of, served
 from bench.serving.page import page
 from bench.serving.subject import OverHttp, Questions, Subject, in_process
@@ -47,7 +49,7 @@ from icejax.checks.numbers import integer, number
 from icejax.runtime import devices
 from icejax.text.tokenizer import load_tokenizer
 
-PARTS = ("load", "document", "cancel", "soak")
+PARTS = ("load", "document", "bars", "cancel", "soak")
 HTTP_BAR = Bar(0.9, is_least=True)
 ROOM = 256  # tokens of the context for a chat template and a document's questions
 
@@ -65,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--rates", default="", metavar="X,X", help="requests per second (default: none)")
     sizes = dict(requests=(32, "requests of a row of `load`"), prompt_tokens=(512, "of `load`, and most of random ones"))
     sizes |= dict(answer_tokens=(64, "of `load`, and most of random ones"), document_tokens=(8192, "of `document`"))
-    sizes |= dict(questions=(4, "of `document`"), cancels=(1000, "clients that leave"))
+    sizes |= dict(questions=(4, "of `document`"), cancels=(1000, "clients that leave"), repeats=(2, "timed rounds of `bars`"))
     for name, (default, text) in sizes.items():
         flag, line = f"--{name.replace('_', '-')}", f"{text} (default: %(default)s)"
         parser.add_argument(flag, type=int, default=default, metavar="N", help=line)
@@ -82,9 +84,12 @@ class Bench:
         self.asked, self.names = arguments, listed("--parts", arguments.parts, PARTS)
         self.concurrency = numbers("--concurrency", arguments.concurrency) if arguments.concurrency else []
         self.rates = _rates(arguments.rates)
-        for name in ("requests", "prompt_tokens", "answer_tokens", "document_tokens", "questions", "cancels"):
+        for name in ("requests", "prompt_tokens", "answer_tokens", "document_tokens", "questions", "cancels", "repeats"):
             integer(f"--{name.replace('_', '-')}", getattr(arguments, name), most=2**30)
         number("--minutes", arguments.minutes, least=0, most=1e6, above=True)
+        if "bars" in self.names and arguments.document_tokens <= arguments.prompt_tokens:
+            sizes = f"{arguments.document_tokens} and {arguments.prompt_tokens}"
+            raise InputError(f"--parts bars needs more --document-tokens than --prompt-tokens, got {sizes}")
         self.against = [_named(text) for text in arguments.against]
         asked = [peers.asked_peer(text) for text in arguments.peer]
         if asked and arguments.model not in published.MODELS:
@@ -96,7 +101,7 @@ class Bench:
             folder, file = published.folder(folder, say=say), published.gguf(folder, say=say) if asked else None
         self.tokenizer = load_tokenizer(resolve(file or folder) if folder else ASSETS)
         self.is_chat, self.questions = self.tokenizer.chat_template is not None, Questions(self.tokenizer)
-        longest = max(arguments.prompt_tokens, arguments.document_tokens if "document" in self.names else 0)
+        longest = max(arguments.prompt_tokens, arguments.document_tokens if {"document", "bars"} & set(self.names) else 0)
         sizes = dict(slots=max(self.concurrency, default=8), context_length=longest + arguments.answer_tokens + ROOM)
         if asked:
             self.job = peers.Job(file, folder, sizes["slots"], sizes["context_length"], self.tokenizer.eos_token_id)
@@ -131,6 +136,9 @@ class Bench:
                 other = OverHttp(server, peer.model(self.job), self.is_chat, peer.endless(self.job))
                 async for row in self._all(other):
                     yield dict(subject=name, version=version) | row
+        if "bars" in self.names:
+            async for row in self._bars():
+                yield dict(subject="http") | row
         random = dict(most_prompt=asked.prompt_tokens, most_answer=asked.answer_tokens)
         if "cancel" in self.names:
             with served([*self.options, "--prefix-memory", "0"]) as server:
@@ -155,6 +163,20 @@ class Bench:
             now = await metric(subject.server, parts.PROGRAMS)
             yield dict(subject=name) | row | dict(compiled_after_warmup=int(now - before))
             before = now
+
+    async def _bars(self) -> AsyncIterator[dict]:
+        """Yields the rows of the engine's bars, of servers that store no prefixes."""
+        sizes = dict(prompt_tokens=self.asked.prompt_tokens, answer_tokens=self.asked.answer_tokens, repeats=self.asked.repeats)
+        # All prompts are prefilled before the first step, so the streams decode together from their first token on.
+        together = [*self.options, "--prefix-memory", "0", "--prefill-share", "1"]
+        with served([*together, "--slots", "1"]) as one, served(together) as several:
+            both = [OverHttp(server, await model_of(server), self.is_chat) for server in (one, several)]
+            yield await bars.batch(*both, self.questions, rows=max(self.concurrency, default=8), **sizes)
+        streams = [*self.options, "--prefix-memory", "0", "--max-new-tokens", str(self.asked.document_tokens)]
+        with served(streams) as server:
+            subject = OverHttp(server, await model_of(server), self.is_chat)
+            async for row in bars.prefill(subject, self.questions, long_prompt=self.asked.document_tokens, **sizes):
+                yield row
 
     async def _all(self, subject: Subject) -> AsyncIterator[dict]:
         if "load" in self.names:

@@ -76,9 +76,13 @@ class Http:
             raise InputError(f"{self.url}{path} answers with status {status}: expected 200")
         return answer
 
-    async def answer(self, path: str, body: dict[str, Any]) -> Timed:
-        """Returns a streamed answer, which a cancelled task gives up by closing the connection."""
-        timed = Timed(time.perf_counter())
+    async def answer(self, path: str, body: dict[str, Any], timed: Timed | None = None) -> Timed:
+        """Returns a streamed answer, which a cancelled task gives up by closing the connection.
+
+        Args:
+            timed: gets the times while the answer comes.
+        """
+        timed = timed or Timed(time.perf_counter())
         body = body | dict(stream=True, stream_options=dict(include_usage=True))
         try:
             async with contextlib.aclosing(self._exchange("POST", path, json.dumps(body).encode())) as parts:

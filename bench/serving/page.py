@@ -13,9 +13,9 @@ def page(rows: list[dict]) -> Iterator[str]:
         of_part: dict[str, list[dict]] = {}
         for row in rows:
             if row["model"] == model:
-                of_part.setdefault(row["part"], []).append(row)
+                of_part.setdefault("bars" if "measure" in row else row["part"], []).append(row)
         yield from (f"### {model}", "")
-        for part, lines in {"load": _loads, "document": _documents, "cancel": _cancels, "soak": _soaks}.items():
+        for part, lines in {"load": _loads, "document": _documents, "bars": _bars, "cancel": _cancels, "soak": _soaks}.items():
             if part in of_part:
                 yield from lines(of_part[part])
                 yield ""
@@ -58,6 +58,15 @@ def _documents(rows: list[dict]) -> Iterator[str]:
 
 def _document(row: dict | None) -> str | None:
     return row and f"{row['mean_ttft_ms'] / 1e3:.2f} ({row['cached_tokens']:,} of {row['prompt_tokens']:,})"
+
+
+def _bars(rows: list[dict]) -> Iterator[str]:
+    heads = ["part, measure", "ratio", "bar", "holds"]
+    yield from table(heads, ([f"{r['part']}, {r['measure']}", f"{r['ratio']:.2f}", r["bar"], _yes(r["holds"])] for r in rows))
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "no"
 
 
 def _cancels(rows: list[dict]) -> Iterator[str]:

@@ -70,8 +70,8 @@ class OverHttp:
         """The route that is asked."""
         return "/v1/chat/completions" if self.is_chat else "/v1/completions"
 
-    async def answer(self, question: Question) -> Timed:
-        return await self.server.answer(self.path, self.body(question))
+    async def answer(self, question: Question, timed: Timed | None = None) -> Timed:
+        return await self.server.answer(self.path, self.body(question), timed)
 
     async def look(self, question: Question) -> Timed:
         """Returns an answer that tells what it looks at, behind the other requests of the page, as a browser sends them."""

@@ -7,8 +7,9 @@ continuation token by token through the cache, so it is that of the cache policy
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -30,6 +31,7 @@ from icejax.engine.sampling import Sampling
 from icejax.evaluation import conversation
 from icejax.evaluation.answers import Answers
 from icejax.models.decoder import CausalLM
+from icejax.runtime import devices
 from icejax.text.encode import encode
 
 MEASURED = ("prompt_tokens", "new_tokens", "ttft_s", "compile_s", "tpot_s")  # of a response
@@ -106,6 +108,11 @@ class HarnessModel(TemplateLM):
         del add_generation_prompt  # the harness sets it where the last message is the assistant's
         return str(chat(self.tokenizer, chat_history))
 
+    @property
+    def place(self) -> dict[str, Any]:
+        """What the times of an answer depend on: the number of rows, and the device."""
+        return dict(batch_size=self.batch_size, device=devices.device_name())
+
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Returns, for contexts and continuations, log-likelihoods and whether each token is the most likely one."""
         self._tasks = [request.task_name for request in requests]  # the harness hands on texts and tokens alone
@@ -145,8 +152,18 @@ class HarnessModel(TemplateLM):
         return [(value, greedy) for value, greedy in answers]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Returns the answers to prompts, each up to a stop string, an end or its number of tokens."""
-        asked = [(self._request(*request.args), ["generate_until", *request.args]) for request in requests]
+        """Returns the answers to prompts, each up to a stop string, an end or its number of tokens.
+
+        A prompt that comes several times (`repeats` of a task) gets as many answers if they are drawn, each with its own draws.
+        """
+        asked, times = [], Counter[str]()
+        for request in requests:
+            one, name = self._request(*request.args), ["generate_until", *request.args]
+            if one.sampling.samples:
+                times[key := self.answers.key(name)] += 1
+                name.append(times[key])
+                one = replace(one, seed=int(self.answers.key(name)[:8], 16))  # whatever the order, also of a run that continues
+            asked.append((one, name))
         return self._answered(asked, _tasks(requests), lambda response: response.text, "answers", disable_tqdm)
 
     def token_logprobs(self, requests: list[Instance], disable_tqdm: bool = False) -> list[list[float]]:
@@ -169,7 +186,7 @@ class HarnessModel(TemplateLM):
             for key, (text, options) in waiting:
                 limits = dict(cache=self.cache, host_memory_limit=self._host_memory_limit)
                 responses = conversation.answers(self.model, self.tokenizer, text, **limits, **options)
-                self.answers.add(key, [response.text for response in responses], _measured(responses[-1]))
+                self.answers.add(key, [response.text for response in responses], self._measured(responses[-1]))
                 bar.update()
         for key, task in zip(keys, _tasks(requests), strict=True):
             self.asked[task].add(key)
@@ -213,9 +230,13 @@ class HarnessModel(TemplateLM):
                 pieces[piece.row].append(piece)
                 if piece.finish_reason is not None:
                     response = join(pieces.pop(piece.row))
-                    self.answers.add(order[piece.row], read(response), _measured(response))
+                    self.answers.add(order[piece.row], read(response), self._measured(response))
                     bar.update()
         return [self.answers[key] for key in keys]
+
+    def _measured(self, response: GenerationResponse) -> dict[str, Any]:
+        of_answer = {name: getattr(response, name) for name in MEASURED}
+        return of_answer | {name: getattr(response.run, name) for name in RESERVED} | self.place
 
     def _bar(self, what: str, total: int, left: int, quiet: bool) -> tqdm:
         """Returns the progress bar of some answers; unless it is quiet, the environment's TQDM_DISABLE decides."""
@@ -233,8 +254,3 @@ class HarnessModel(TemplateLM):
 
 def _tasks(requests: list[Instance]) -> list[str | None]:
     return [request.task_name for request in requests]
-
-
-def _measured(response: GenerationResponse) -> dict[str, Any]:
-    of_answer = {name: getattr(response, name) for name in MEASURED}
-    return of_answer | {name: getattr(response.run, name) for name in RESERVED}

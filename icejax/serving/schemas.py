@@ -15,9 +15,13 @@ from icejax.serving.errors import ApiError
 from icejax.serving.json_text import json_object
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = list[TokenId]
+# A check ends at the first fault of a list or an object: a body may have a million of them.
+Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 MOST_STOPS = 64  # stop strings of a request
+Stops = Annotated[list[str], Field(max_length=MOST_STOPS, fail_fast=True)]
 FORMS = {  # of the fields that have several
     "prompt": "must be text, token ids, or a list of either",
     "stop": f"must be text, or a list of at most {MOST_STOPS} texts",
@@ -47,7 +51,7 @@ class AnswerFields(Schema):
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stop: str | Stops | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -55,7 +59,7 @@ class AnswerFields(Schema):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(fail_fast=True)] | None = None
     user: str | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: float | None = None
@@ -66,7 +70,7 @@ class AnswerFields(Schema):
     response_format: dict[str, Any] | None = None
     guided_json: dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Texts | None = None
     guided_grammar: str | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
@@ -83,9 +87,9 @@ class AnswerFields(Schema):
 class CompletionRequest(AnswerFields):
     """The body of `/v1/completions`: `prompt` is a text, several, token ids, or several lists of them."""
 
-    prompt: str | Tokens | list[str] | list[Tokens]
+    prompt: str | Tokens | Texts | Annotated[list[Tokens], Field(fail_fast=True)]
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=1000)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: int | None = None
     add_special_tokens: bool | None = None
     suffix: str | None = None
@@ -94,19 +98,19 @@ class CompletionRequest(AnswerFields):
 class ChatRequest(AnswerFields):
     """The body of `/v1/chat/completions`."""
 
-    messages: list[dict[str, Any]]
+    messages: Objects
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     # Not built:
     functions: Any = None
     audio: Any = None
-    modalities: list[str] | None = None
+    modalities: Texts | None = None
     web_search_options: Any = None
 
 
@@ -120,12 +124,12 @@ class OutputConfig(Schema):
 class MessagesRequest(AnswerFields):
     """The body of `/v1/messages`, as Anthropic has it."""
 
-    messages: list[dict[str, Any]]
-    system: str | list[dict[str, Any]] | None = None
-    stop_sequences: Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    messages: Objects
+    system: str | Objects | None = None
+    stop_sequences: Stops | None = None
     thinking: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -146,16 +150,16 @@ class TextForm(Schema):
 class ResponsesRequest(AnswerFields):
     """The body of `/v1/responses`: `input` is a text, or the items of a conversation."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Objects
     instructions: str | None = None
     max_output_tokens: Count | None = None
     reasoning: Thinking | None = None
-    include: list[str] | None = None
+    include: Texts | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(fail_fast=True)] | None = None
     truncation: str | None = None
     text: TextForm | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -171,7 +175,7 @@ class TokenizeRequest(Schema):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Objects | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -109,9 +109,10 @@ class Service:
             prompts, n: number of prompts, and of answers to each.
 
         Raises:
-            ApiError: 400 if so many answers can never wait together, 429 if too many wait now.
+            ApiError: 400 if so many answers can never wait together, 429 if too many wait now, 503 if the server drains.
             InputError, RuntimeError: as in `Engine.submit`.
         """
+        self.check_ready()  # it may have begun to drain while the body came
         most, count = self.places + self.max_queue, prompts * n
         if count > most:
             raise ApiError(400, f"the request asks for {count} answers and the server takes {most} at once: ask for fewer")

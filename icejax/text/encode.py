@@ -12,6 +12,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from icejax.checks.errors import InputError
+from icejax.checks.numbers import is_unicode
 from icejax.text.chat_text import ChatText, spans_of
 from icejax.text.control_tokens import ControlTokens, Name
 
@@ -29,7 +31,12 @@ def encode(
             that the text begins with is not added again.
         parse_special: whether a control token's name is that token everywhere; False: only where a chat template wrote it.
         continues: whether the text follows other text: then the tokenizer puts neither special tokens nor a space in front.
+
+    Raises:
+        InputError: the text has half of a surrogate pair, which no UTF-8 text has.
     """
+    if not is_unicode(text):
+        raise InputError("the text is not UTF-8: convert it first")
     adds = special_tokens and not continues and not isinstance(text, ChatText)
     call = functools.partial(_call, tokenizer)
     whole = encode_behind(call, str(text)) if continues else call(text, add_special_tokens=adds)

@@ -17,8 +17,8 @@ from bench.serving.subject import OverHttp, Question, closed_loop, open_loop
 from icejax.checks.errors import InputError
 
 TINY = (
-    "--parts load,document,cancel,soak --concurrency 2 --rates 50 --requests 4 --prompt-tokens 30 --answer-tokens 4 "
-    "--document-tokens 600 --questions 3 --cancels 20 --minutes 0.02 -- --cache clustered --warmup 0"
+    "--parts load,document,bars,cancel,soak --concurrency 2 --rates 50 --requests 4 --prompt-tokens 30 --answer-tokens 4 "
+    "--document-tokens 600 --questions 3 --repeats 1 --cancels 20 --minutes 0.02 -- --cache clustered --warmup 0"
 )
 
 
@@ -75,14 +75,23 @@ def test_every_part_has_its_rows(capsys, monkeypatch):
         *[("http", "document")] * 3,
         *[("engine", "load")] * 2,
         *[("http / engine", "ratio")] * 2,
+        *[("http", "batch")],
+        *[("http", "prefill")] * 2,
         ("http", "cancel"),
         ("http", "soak"),
     ]
     assert all(row["model"] == "bundled" and row["version"].startswith("icejax ") for row in rows)
-    assert len([*page(rows)]) == 20
+    assert len([*page(rows)]) == 26
     for row in rows[:2] + rows[5:7]:
         assert (row["completed"], row["failed"], row["total_output_tokens"]) == (4, 0, 16) and row["p99_itl_ms"] > 0
     assert [row["cached_tokens"] for row in rows[2:5]] == [0, 0, 512]
+    batch, itl, ttft = rows[9:12]
+    assert batch["ratio"] == pytest.approx(batch["batch_tokens_per_s"] / batch["one_tokens_per_s"], abs=1e-3)
+    assert (
+        itl["gaps"] >= 4
+        and itl["p99_s"] <= itl["max_s"]
+        and ttft["ratio"] == pytest.approx(ttft["ttft_s"] / ttft["alone_s"], abs=1e-3)
+    )
     assert rows[-2]["extents_leaked"] == 0 and rows[-2]["cancels"] == 20 and rows[-2]["free_extents"] > 0
     assert rows[-1]["failed"] == 0 and rows[-1]["rss_end_mib"] > 100 and 0 < rows[-1]["looks"] <= rows[-1]["requests"]
 
@@ -162,7 +171,7 @@ def test_the_tables_have_the_figures_of_rows():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("--parts none", "--parts must be of load, document, cancel, soak, got 'none'"),
+        ("--parts none", "--parts must be of load, document, bars, cancel, soak, got 'none'"),
         ("--rates fast", "--rates must be numbers, comma-separated, got 'fast'"),
         ("--rates 0", "--rates must be a number above 0 and at most 1e+06, got 0.0"),
         ("--against https://a", "--against must be NAME=http://HOST:PORT, got 'https://a'"),
@@ -172,6 +181,10 @@ def test_the_tables_have_the_figures_of_rows():
         ),
         (f"--peer transformers={sys.executable}", "--peer needs a --model of smollm2-135m, "),
         ("--page nowhere.jsonl", "No such file or directory: 'nowhere.jsonl'"),
+        (
+            "--parts bars --document-tokens 512",
+            "--parts bars needs more --document-tokens than --prompt-tokens, got 512 and 512",
+        ),
         ("--requests 0", "--requests must be at least 1, got 0"),
         ("--minutes 0", "--minutes must be a number above 0 and at most 1e+06, got 0.0"),
     ],

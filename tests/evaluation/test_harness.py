@@ -124,6 +124,21 @@ def test_answers_are_those_of_generate_and_come_once(bundled, monkeypatch):
     assert model.generate_until(requests("generate_until", asked[::-1]), disable_tqdm=True) == got[::-1]
 
 
+def test_drawn_answers_to_one_prompt_differ_and_come_again(bundled):
+    drawn, greedy = (dict(until=["\n"], max_gen_toks=12, do_sample=one, temperature=2.0 * one) for one in (True, False))
+    prompts = ["import os\nimport ", "def f(a):\n    return "]
+    asked = [(text, drawn) for text in prompts for _ in range(4)]
+    got = model_of(bundled).generate_until(requests("generate_until", asked), disable_tqdm=True)
+    assert len({*got[:4]}) > 2 and len({*got[4:]}) > 2
+    other = model_of(bundled, batch_size=1).generate_until(
+        requests("generate_until", asked[4:6] + asked[:2]), disable_tqdm=True
+    )
+    assert other == got[4:6] + got[:2]
+    model = model_of(bundled)
+    [first, second] = model.generate_until(requests("generate_until", [(prompts[0], greedy)] * 2), disable_tqdm=True)
+    assert first == second and len(model.asked[None]) == 1
+
+
 def test_options_that_no_answer_has_are_refused(bundled):
     model = model_of(bundled, max_length=64)
     for options, message in (

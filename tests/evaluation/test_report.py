@@ -89,19 +89,23 @@ def test_what_answers_took_is_recorded_by_task():
     pytest.importorskip("lm_eval")
     from icejax.evaluation.report import about
 
-    answers = Answers()
-    for key, prompt, seconds, device in (
-        ("a", 10, 0.5, 100),
-        ("b", 30, 0.25, 300),
-        ("c", 20, None, 200),
-        ("other", 99, 9.0, 999),
+    answers, place = Answers(), dict(batch_size=4, device="cpu: cpu")
+    for key, prompt, seconds, device, where in (
+        ("a", 10, 0.5, 100, place),
+        ("b", 30, 0.25, 300, place),
+        ("c", 20, None, 200, place),
+        ("other batch", 20, 9.0, 200, place | dict(batch_size=1)),
+        ("other device", 20, 9.0, 200, place | dict(device="gpu")),
+        ("earlier icejax", 20, 9.0, 200, {}),
+        ("other task", 99, 9.0, 999, place),
     ):
         took = dict(
             prompt_tokens=prompt, new_tokens=4, tpot_s=seconds, device_kv_bytes=device, digest_bytes=7, host_kv_bytes=2 * device
         )
-        answers.add(key, "", took)
-    assert about._took(SimpleNamespace(answers=answers), {"a", "b", "c"}) == dict(
-        answers=3,
+        answers.add(key, "", took | where)
+    keys = {"a", "b", "c", "other batch", "other device", "earlier icejax"}
+    assert about._took(SimpleNamespace(answers=answers, place=place), keys) == dict(
+        answers=6,
         prompt_tokens=20,
         new_tokens=4,
         device_bytes=307,

@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import icejax
+from icejax.serving.errors import ApiError
+from icejax.serving.schemas import CompletionRequest, parsed
 from icejax.serving.service import Service
 from tests.helpers.server import live, wait_for
 from tests.serving.conftest import SIZES
@@ -43,6 +46,7 @@ TEXT = dict(prompt="a", max_tokens=1, temperature=0)
         (COMPLETIONS, TEXT | dict(max_tokens=0), "max_tokens", "max_tokens must be at least 1, got 0"),
         (COMPLETIONS, TEXT | dict(echo=True, logprobs=1, stream=True), "stream", "echo with logprobs does not stream: leave stream out"),
         (COMPLETIONS, TEXT | dict(response_format={"type": "xml"}), "response_format", "response_format of type 'xml' is not supported: expected text, json_object or json_schema"),
+        (COMPLETIONS, TEXT | dict(logprobs=21), "logprobs", "logprobs: should be less than or equal to 20, got 21"),
         (CHAT, dict(messages=[]), "messages", "messages must be a list of objects with a text role, a content (text, or a list of text parts) and perhaps a text reasoning, got []"),
         (CHAT, dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]), "messages", "messages: a content has a part of type 'image_url': expected text, the only type that is read"),
         (CHAT, dict(messages=MESSAGES, tools=[{"type": "function"}]), "tools", "tools[0] must be an object of type 'function' with a function"),
@@ -51,6 +55,7 @@ TEXT = dict(prompt="a", max_tokens=1, temperature=0)
         (CHAT, dict(messages=MESSAGES, modalities=["audio"]), "modalities", "modalities must be ['text']: other answers are not supported"),
         (CHAT, dict(messages=MESSAGES, chat_template_kwargs={"messages": 1}), "messages", "'messages' cannot be an argument of a chat template: icejax sets it"),
         (TOKENIZE, {}, "prompt", "expected a 'prompt' or 'messages', one of them"),
+        (TOKENIZE, dict(messages=[{"role": "user", "content": "\ud800"}]), None, "the text is not UTF-8: convert it first"),
         ("/detokenize", dict(tokens=[1, 999]), "tokens", "tokens has 999 and the model knows 257"),
     ],
 )  # fmt: skip
@@ -72,6 +77,17 @@ def test_what_can_never_succeed_is_a_400(server, path, body, param, message):
 )
 def test_a_body_that_is_no_object_is_told(server, body, message):
     assert server.refusal(COMPLETIONS, body)["message"].startswith(message)
+
+
+@pytest.mark.parametrize("field", ["prompt", "stop", "logit_bias"])
+def test_a_million_faults_in_a_field_are_one(field):
+    values = {str(i): "a" for i in range(10**6)} if field == "logit_bias" else [-1] * 10**6
+    body = json.dumps(TEXT | {field: values}).encode()
+    tracemalloc.start()
+    with pytest.raises(ApiError, match=field):
+        parsed(CompletionRequest, body)
+    most, _ = tracemalloc.get_traced_memory()[1], tracemalloc.stop()
+    assert most < 2**29  # a million errors are some GB
 
 
 def test_a_prompt_that_leaves_no_room_is_told_by_its_code(server):

@@ -1,6 +1,7 @@
 """The life of a server, with engines that are made up: loading, keys, hosts, draining, failures, and what the log tells."""
 
 import dataclasses
+import json
 import logging
 import socket
 import threading
@@ -11,6 +12,7 @@ import pytest
 from icejax.checks.errors import InputError
 from icejax.engine.response import GenerationResponse
 from icejax.engine.serving.scheduler import Load
+from icejax.serving.guard import read_body
 from icejax.serving.lifecycle import Server
 from icejax.serving.service import Phase, Service
 from icejax.serving.warm import warm_up
@@ -137,6 +139,26 @@ def test_answers_that_run_come_to_their_end_while_the_server_drains(engine):
         thread.join(20)
         server.thread.join(20)
     assert answers[0]["choices"][0]["text"] == "one" and engine.closed and server.errors == []
+
+
+def test_a_body_that_ends_while_the_server_drains_is_refused(engine, monkeypatch):
+    begun, body = threading.Event(), json.dumps(BODY).encode()
+
+    async def reading(request):
+        begun.set()
+        return await read_body(request)
+
+    monkeypatch.setattr("icejax.serving.routes.completions.read_body", reading)
+    with served(engine) as server, socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode())
+        assert begun.wait(60)
+        server.server.drain()
+        wait_for(lambda: server.service.phase is Phase.DRAINING)
+        client.sendall(body)
+        assert client.makefile("rb").readline().split()[1] == b"503"
+        server.thread.join(20)
+    assert engine.asked == [] and server.errors == []
 
 
 def test_an_answer_that_takes_too_long_is_cut(engine, caplog):

@@ -131,6 +131,20 @@ def test_stop_ends_the_answer_in_the_engine_too(open_page, server, engine):
     assert page.run("document.querySelectorAll('.message').length") == 0
 
 
+def test_a_new_chat_forgets_the_one_whose_answer_runs(open_page, server, engine):
+    page = open_page(server)
+    ask(page, "Go on.")
+    newest(engine).give(piece("one "))
+    page.wait(f"{TEXT}.includes('one')")
+    page.click("#new-chat")
+    wait_for(lambda: engine.handles[0].cancelled)
+    engine.handles[0].give(None)
+    page.wait("document.getElementById('stop').hidden")
+    ask(page, "Anew.")
+    wait_for(lambda: len(engine.handles) == 2)
+    assert "Go on." not in str(engine.asked[-1]) and "Anew." in str(engine.asked[-1])
+
+
 def test_a_dropped_file_stands_before_the_question(open_page, server, engine):
     page = open_page(server)
     drop(page, "long.txt", "x" * 300)

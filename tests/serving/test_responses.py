@@ -138,6 +138,37 @@ def test_an_error_behind_the_headers_is_a_failed_response():
     assert value["response"]["error"] == dict(code="draining", message="it stops")
 
 
+def test_a_call_that_was_cut_is_incomplete(expected):
+    output, call = Output({}, Usage(), thoughts=THOUGHTS, tools={}), Call("c1", "f", '{"a": "b')
+    parts = [(call, CallBegin(0, "f")), (call, CallArguments(0, call.arguments)), (call, CallEnd(0))]
+    output.take(replace(expected, text="", finish_reason="length"), parts, [])
+    [item] = output.response["output"]
+    assert (item["status"], item["arguments"]) == ("incomplete", '{"a": "b')
+
+
+def test_a_token_without_text_has_its_log_probability_with_the_next_text(expected):
+    output, call = Output({}, Usage(), thoughts=THOUGHTS, tools={}), Call("c1", "f", "{}")
+    none, end = (replace(expected, text="", finish_reason=reason) for reason in (None, "stop"))
+    begun = (call, CallBegin(0, "f"))
+    for piece, parts, name in (
+        (none, [], "a"),
+        (none, [(None, Text("é"))], "b"),
+        (none, [begun], "c"),
+        (end, [(None, Text("d"))], "d"),
+    ):
+        output.take(piece, parts, [dict(token=name)])
+    parts = [item["content"][0] for item in output.response["output"] if item["type"] == "message"]
+    assert [[one["token"] for one in part["logprobs"]] for part in parts] == [["a", "b"], ["d"]]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_repeated_field_that_is_too_deep_is_refused_and_takes_no_place(server, stream):
+    deep = json.loads("[" * 400 + "]" * 400)
+    body = BODY | dict(stream=stream, text=dict(format=dict(type="text", x=deep)))
+    assert server.refusal(PATH, body)["message"] == "the request is nested more than 50 levels deep"
+    assert server.service.open_answers == 0
+
+
 def test_items_become_the_messages_of_a_chat():
     call = dict(type="function_call", id="fc_1", call_id="c1", name="f", arguments='{"a": 1}', status="completed")
     items = [

@@ -13,7 +13,6 @@ import jax
 from icejax import __version__
 from icejax.cache.registry import display_name
 from icejax.evaluation.harness import HarnessModel
-from icejax.runtime import devices
 
 ABOUT = "icejax"  # key in the harness's results
 
@@ -32,9 +31,8 @@ def about(harness_model: HarnessModel, name: str, *, chat: bool) -> dict[str, An
         budget=policy.budget,
         cache_options={key: str(value) for key, value in dataclasses.asdict(policy).items()},
         context_length=harness_model.max_length,
-        batch_size=harness_model.batch_size,
+        **harness_model.place,
         chat=chat,
-        device=devices.device_name(),
         versions=versions,
         tasks={task: _took(harness_model, keys) for task, keys in harness_model.asked.items()},
     )
@@ -43,15 +41,17 @@ def about(harness_model: HarnessModel, name: str, *, chat: bool) -> dict[str, An
 def _took(harness_model: HarnessModel, keys: set[str]) -> dict[str, Any]:
     """Returns the cost of the answers to a task: medians of tokens and seconds, and the most bytes.
 
-    Bytes are reserved for a row. Seconds per token are measured on rows that decode together, `batch_size` of them.
+    Bytes are reserved for a row. Seconds per token are measured on rows that decode together, `batch_size` of them; answers of
+    an earlier run with another batch size, or on another device, do not count.
     """
     rows = [harness_model.answers.measured(key) for key in keys]
+    timed = [row for row in rows if {name: row.get(name) for name in harness_model.place} == harness_model.place]
 
-    def median(name: str) -> float | None:
+    def median(name: str, rows: list[dict[str, Any]] = rows) -> float | None:
         values = [row[name] for row in rows if row[name] is not None]
         return statistics.median(values) if values else None
 
-    seconds = median("tpot_s")
+    seconds = median("tpot_s", timed)
     return dict(
         answers=len(rows),
         prompt_tokens=median("prompt_tokens"),

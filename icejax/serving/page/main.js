@@ -153,7 +153,7 @@ async function send() {
   } catch (error) {
     if (error.name === "AbortError") {
       answer.end("Stopped.");
-      turns = [...conversation, { role: "assistant", content: answer.text }];
+      if (answer.element.isConnected) turns = [...conversation, { role: "assistant", content: answer.text }]; // else: a new chat
     } else {
       answer.fail(error.message);
       $("message").value = question;

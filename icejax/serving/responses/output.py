@@ -15,6 +15,7 @@ from icejax.serving.answers import Usage, new_id
 from icejax.serving.errors import ApiError
 from icejax.serving.responses.asked import ResponsesTool, custom_input
 from icejax.serving.streaming import named_event
+from icejax.serving.tools.asked import arguments_object
 from icejax.serving.tools.calls import Call
 from icejax.serving.tools.events import CallArguments, CallBegin, CallEnd, Event
 
@@ -80,6 +81,7 @@ class Output:
         self._usage, self._thoughts, self._tools, self._count = usage, thoughts, tools, 0
         self._open: Form | None = None
         self._call: Call | None = None  # the newest
+        self._held = list[dict[str, Any]]()  # log-probabilities of tokens whose text comes with a later one
 
     def begun(self) -> list[bytes]:
         """Returns the events before the first piece."""
@@ -99,6 +101,8 @@ class Output:
             logprobs: of its tokens.
         """
         events = self._grown(self._thoughts, piece.reasoning or "", [])
+        logprobs = self._held + logprobs
+        self._held = [] if parts or piece.reasoning else logprobs  # a token may have no text yet
         for call, event in parts:
             events += self._grown(TEXT, event.text, logprobs) if call is None else self._of_call(call, event)
             logprobs = logprobs if call else []  # a piece may have two texts
@@ -125,8 +129,8 @@ class Output:
                     return []  # the text is known when the JSON around it is
                 self._item["arguments"] += text
                 return [self._of_item("response.function_call_arguments.delta", delta=text)]
-            case CallEnd():
-                return self._closed("completed")
+            case CallEnd():  # also of a call that was cut
+                return self._closed("completed" if isinstance(arguments_object(call.arguments), dict) else "incomplete")
 
     def _grown(self, form: Form, text: str, logprobs: list[dict[str, Any]]) -> list[bytes]:
         """Returns the events of new text; none if it is empty."""

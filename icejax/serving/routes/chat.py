@@ -88,8 +88,10 @@ async def chat_completions(request: Request) -> Response:
 
 def chat_text(service: Service, fields: Any) -> ChatText:
     """Returns the messages of a body in the model's chat template; ApiError 400 if it refuses them."""
-    variables = dict(service.template_arguments) | (fields.chat_template_kwargs or {})
     effort, template = getattr(fields, "reasoning_effort", None), str(service.tokenizer.chat_template)
+    # A name that the template does not have has no effect, and a client's names are not logged.
+    own = {name: value for name, value in (fields.chat_template_kwargs or {}).items() if name in template}
+    variables = dict(service.template_arguments) | own
     if effort is not None and "reasoning_effort" in template:
         variables.setdefault("reasoning_effort", effort)
     elif effort == "none" and "enable_thinking" in template:

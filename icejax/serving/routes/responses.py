@@ -18,6 +18,7 @@ from icejax.serving import parameters
 from icejax.serving.errors import ApiError
 from icejax.serving.grammars import chat_format
 from icejax.serving.guard import owner_of, read_body
+from icejax.serving.parameters import checked
 from icejax.serving.responses.asked import asked_for, chat_tool_choice
 from icejax.serving.responses.conversation import conversation
 from icejax.serving.responses.output import SUMMARY, THOUGHTS, Output
@@ -28,6 +29,7 @@ from icejax.serving.service import Service
 from icejax.serving.streaming import EventStream, whole_response
 from icejax.serving.tools.asked import asked_tools
 from icejax.serving.tools.calls import CallsOf
+from icejax.text.chat_messages import json_value
 
 RUNNABLE = ("function", "custom", "namespace")  # types of tools that a client runs
 LOGPROBS = "message.output_text.logprobs"
@@ -73,8 +75,10 @@ async def responses(request: Request) -> Response:
         chat.messages = turns(service.tokenizer, chat.messages)
         return [(EngineRequest(prompt=chat_text(service, chat), grammar=grammar), options)]
 
+    # What the response repeats is written again and again: JSON that can be read may be too deep to be written.
+    about = checked("text", lambda: json_value("the request", _about(fields)))
+    about |= dict(model=name, temperature=sampling.temperature, top_p=sampling.top_p)
     answers, calls = await service.submit(make, prompts=1, n=1), CallsOf(callable_tools)
-    about = _about(fields) | dict(model=name, temperature=sampling.temperature, top_p=sampling.top_p)
     by_name = {tool.chat_name: tool for tool in known}
     output = Output(about, answers.usage, thoughts=SUMMARY if thinking.summary else THOUGHTS, tools=by_name)
 

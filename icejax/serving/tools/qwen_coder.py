@@ -27,7 +27,6 @@ from icejax.text.grammar.rules import json_rule, literal
 FUNCTION, PARAMETER = re.compile(r"<function=([^>\s]+)>"), re.compile(r"<parameter=([^>]+)>")
 VALUE_END, FUNCTION_END = "</parameter>", "</function>"
 LONGEST_MARK = 256
-DEEPEST = 8  # choices within choices whose types are looked at
 TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
 LIMITS = ("pattern", "minLength", "maxLength", "format", "const")  # of texts, which the grammar does not follow
 REFERENCE = re.compile(r"#/(\$defs|definitions)/(.+)")
@@ -80,15 +79,19 @@ def _resolved(root: Mapping[str, Any], schema: Any) -> Mapping[str, Any]:
     return _object(_object(root.get(found[1])).get(found[2]) if found else schema)
 
 
-def types_of(root: Mapping[str, Any], schema: Any, *, depth: int = 0) -> set[str]:
+def types_of(root: Mapping[str, Any], schema: Any) -> set[str]:
     """Returns the types that a schema allows, as far as it names them."""
-    schema = _resolved(root, schema)
-    named = schema.get("type")
-    kinds = {kind for kind in (_list(named) or [named]) if isinstance(kind, str)}
-    if named is None:
-        kinds |= {TYPES[type(value)] for value in _list(schema.get("enum"))}
-    for one in (*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))):
-        kinds |= types_of(root, one, depth=depth + 1) if depth < DEEPEST else set()
+    kinds, left, seen = set[str](), [schema], set[int]()
+    while left:
+        one = _resolved(root, left.pop())
+        if id(one) in seen:  # schemas may refer to each other in a circle
+            continue
+        seen.add(id(one))
+        named = one.get("type")
+        kinds |= {kind for kind in (_list(named) or [named]) if isinstance(kind, str)}
+        if named is None:
+            kinds |= {TYPES[type(value)] for value in _list(one.get("enum"))}
+        left += [*_list(one.get("anyOf")), *_list(one.get("oneOf"))]
     return kinds
 
 
