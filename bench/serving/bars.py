@@ -44,21 +44,26 @@ async def prefill(
         answer_tokens: that each stream has before the long prompt comes.
         long_prompt: more than `prompt_tokens`; a stream ends after as many tokens in all.
     """
-    rounds = list[Round]()
-    for _ in range(1 + repeats):  # the first round is not timed
-        alone = await _answered(subject, Question(questions.text(long_prompt), 1))
-        async with _streams(subject, questions.many(ROWS, prompt_tokens, long_prompt - prompt_tokens)) as streams:
-            await _until(streams, answer_tokens)
-            started = max(stream.times[0] for stream in streams)
-            late = await _answered(subject, Question(questions.text(long_prompt), 1))
-            await _until(streams, 1 + max(len(stream.times) for stream in streams))
-            times = [list(stream.times) for stream in streams]
-        before = [[moment for moment in row if started <= moment <= late.asked] for row in times]
-        steps, gaps = gaps_between(before, started, late.asked), gaps_between(times, late.asked, late.times[0])
-        first, first_alone = late.times[0] - late.asked, alone.times[0] - alone.asked
-        rounds.append(Round(steps, gaps, [], first, first_alone))
-    for row in judged_rounds(rounds[1:], rows=ROWS, prompt_tokens=prompt_tokens, long_prompt=long_prompt):
+    sizes = dict(prompt_tokens=prompt_tokens, long_prompt=long_prompt)
+    with contextlib.suppress(InputError):  # this round may compile for longer than its streams last
+        await _round(subject, questions, answer_tokens, **sizes)
+    rounds = [await _round(subject, questions, answer_tokens, **sizes) for _ in range(repeats)]
+    for row in judged_rounds(rounds, rows=ROWS, **sizes):
         yield row
+
+
+async def _round(subject: OverHttp, questions: Questions, answer_tokens: int, *, prompt_tokens: int, long_prompt: int) -> Round:
+    alone = await _answered(subject, Question(questions.text(long_prompt), 1))
+    async with _streams(subject, questions.many(ROWS, prompt_tokens, long_prompt - prompt_tokens)) as streams:
+        await _until(streams, answer_tokens)
+        started = max(stream.times[0] for stream in streams)
+        late = await _answered(subject, Question(questions.text(long_prompt), 1))
+        await _until(streams, 1 + max(len(stream.times) for stream in streams))
+        times = [list(stream.times) for stream in streams]
+    before = [[moment for moment in row if started <= moment <= late.asked] for row in times]
+    steps, gaps = gaps_between(before, started, late.asked), gaps_between(times, late.asked, late.times[0])
+    first, first_alone = late.times[0] - late.asked, alone.times[0] - alone.asked
+    return Round(steps, gaps, [], first, first_alone)
 
 
 async def _rate(subject: Subject, asked: Sequence[Question]) -> float:

@@ -1,6 +1,5 @@
 """Prefill in units: a row equals a whole prefill of it, and steps of other rows between two units change nothing."""
 
-import math
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from icejax.engine.plan import Plan
 from icejax.engine.prefill import prefill
 from icejax.engine.sampling import Sampling
 from icejax.engine.units.job import PrefillJob
-from icejax.engine.units.sizes import UnitSizes, unit_sizes
+from icejax.engine.units.sizes import UnitSizes, _largest, unit_sizes
 from icejax.models.decoder import CausalLM
 from icejax.models.registry import family
 from tests import tolerances
@@ -212,6 +211,13 @@ def test_sizes_of_units_divide_the_prompt_and_bound_the_work(tokens, platform):
     large = unit_sizes(config_of(intermediate_size=4864 * 16), config.layers[0], spec, padded, platform)
     assert padded % sizes.tokens == padded % sizes.queries == 0 and large.queries <= sizes.queries
     if platform == "cpu":
-        assert sizes.queries == {300: 128, 5000: 256, 8192: 256, 30_000: 64}[tokens] and large.queries < sizes.queries
+        assert sizes.queries == {300: 384, 5000: 256, 8192: 256, 30_000: 64}[tokens] and large.queries < sizes.queries
     else:
-        assert sizes.queries == math.gcd(padded, 2048)
+        assert sizes.queries == {300: 384, 5000: 2048, 8192: 2048, 30_000: 2048}[tokens]
+
+
+@pytest.mark.parametrize(
+    "tokens, padded, size", [(300, 8192, 256), (300, 384, 192), (400, 384, 384), (200, 12288, 192), (5, 96, 32), (90, 96, 32)]
+)
+def test_a_unit_is_the_largest_size_that_divides_a_prompt(tokens, padded, size):
+    assert _largest(tokens, padded) == size and padded % size == 0

@@ -60,8 +60,12 @@ def _inner_size(config: ModelConfig, layer: LayerConfig) -> int:
 
 
 def _largest(tokens: float, padded: int) -> int:
-    """Returns the largest power of two that is at most `tokens` and divides `padded`; at least `FEWEST`.
+    """Returns the largest divisor of `padded` that is 2^k or 3 2^k and at most `tokens`; at least `FEWEST`.
 
-    Examples: 300 of 8,192 tokens give 256, and 300 of 384 give 128.
+    Examples: 300 of 8,192 tokens give 256, 300 of 384 give 192, and 400 of 384 give 384.
     """
-    return math.gcd(padded, 1 << int(math.log2(max(tokens, FEWEST))))
+    most = max(tokens, FEWEST)
+    power = math.gcd(padded, 1 << int(math.log2(most)))
+    if padded % 3 or most < 3 * FEWEST:
+        return power
+    return max(power, 3 * math.gcd(padded // 3, 1 << int(math.log2(most / 3))))
