@@ -172,8 +172,9 @@ class Bench:
         with served([*together, "--slots", "1"]) as one, served(together) as several:
             both = [OverHttp(server, await model_of(server), self.is_chat) for server in (one, several)]
             yield await bars.batch(*both, self.questions, rows=max(self.concurrency, default=8), **sizes)
-        streams = [*self.options, "--prefix-memory", "0", "--max-new-tokens", str(self.asked.document_tokens)]
-        with served(streams) as server:
+        slots = max(bars.ROWS + 1, *self.concurrency)
+        streams = ["--slots", str(slots), "--prefix-memory", "0", "--max-new-tokens", str(self.asked.document_tokens)]
+        with served([*self.options, *streams]) as server:
             subject = OverHttp(server, await model_of(server), self.is_chat)
             async for row in bars.prefill(subject, self.questions, long_prompt=self.asked.document_tokens, **sizes):
                 yield row
