@@ -1,6 +1,5 @@
 """Prefill in units: a row equals a whole prefill of it, and steps of other rows between two units change nothing."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
