@@ -141,7 +141,6 @@ def test_a_new_chat_forgets_the_one_whose_answer_runs(open_page, server, engine)
     engine.handles[0].give(None)
     page.wait("document.getElementById('stop').hidden")
     ask(page, "Anew.")
-    wait_for(lambda: len(engine.handles) == 2)
     newest(engine, 2).give(piece("two", "stop"))
     assert "Go on." not in str(engine.asked[-1]) and "Anew." in str(engine.asked[-1])
 
