@@ -52,6 +52,7 @@ class Engine:
         report: the cache and the bytes that it reserves for each row, as in a response's `run`.
         full_kv_bytes: bytes that a full cache takes for `context_length` tokens.
         can_explain: whether a request may ask to `explain`.
+        prefill_share: most of the time that prefill may take while other rows decode.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Engine:
         integer("context_length", self.context_length, least=2)  # a token of a prompt and one of its answer
         self.max_new_tokens = min(integer("max_new_tokens", max_new_tokens, most=2**31), self.context_length - 1)
         integer("batch_size", batch_size, most=2**16)
-        share = number("prefill_share", prefill_share, least=0, most=1, above=True)
+        self.prefill_share = number("prefill_share", prefill_share, least=0, most=1, above=True)
         integer("prefix_memory", prefix_memory, least=0, most=2**60)
         integer("prefix_disk", prefix_disk, least=0, most=2**60)
         folder = None if prefix_dir is None else as_path(prefix_dir)
@@ -121,7 +122,7 @@ class Engine:
             asked = dict(batch_size=batch_size, prompt_tokens=sizes.prompt_tokens, new_tokens=sizes.new_tokens, joins=True)
             choice = batch_choice(model, device_memory=device_memory, host_memory_limit=limit, **asked)
             policy, self.cache_choice = choice.policy, choice.reason
-        options = dict(host_memory_limit=limit, prefix_dir=folder, share=share, most_waiting=max_queue)
+        options = dict(host_memory_limit=limit, prefix_dir=folder, share=self.prefill_share, most_waiting=max_queue)
         if processes_of(model.mesh) > 1:
             processes.check_alike("an engine's options or cache", (policy, sizes, options, model.mesh))
             self._thread = _in_group(model, tokenizer, policy, sizes, options)

@@ -23,8 +23,8 @@ LOGPROBS = 20  # the most that a chat may ask for
 def warm_up(engine: Engine, *, tokens: int, tell: Callable[[int, int], None] | None = None) -> None:
     """Runs prompts of all sizes up to `tokens`, and in steps of all sizes rows that draw, have penalties or a grammar.
 
-    Also rows that report log-probabilities. Where llguidance cannot read the tokenizer, there is no row with a grammar; a
-    request for one is told why.
+    Also rows that report log-probabilities, or attention where there are pages to show. Where llguidance cannot read the
+    tokenizer, there is no row with a grammar; a request for one is told why.
 
     Args:
         tell: called with the number of requests done, and the number in all.
@@ -65,7 +65,10 @@ def _requests(engine: Engine, most: int, *, all_prompts: bool) -> list[tuple[Req
     asked = [*kinds, kinds[-1] | dict(logprobs=LOGPROBS), *([dict(prompt_logprobs=LOGPROBS)] if all_prompts else [])]
     prompts = [([0] * sizes[0], options, f"{SALT} {sizes[0]}") for options in asked]
     if all_prompts:
-        prompts += [([0] * size, {}, f"{SALT} {size}") for size in sizes[1:]]
+        # A prompt that explains runs the units of any other prompt, but a prefill in one piece is another program.
+        ways = [dict(explain=True)] if engine.can_explain else []
+        ways += [] if ways and engine.prefill_share < 1 else [{}]
+        prompts += [([0] * size, way, f"{SALT} {size}") for size in sizes for way in ways]
         behind = [[1 + number] * size for number, size in enumerate((0, *BEHIND))]  # no text begins with another one
         # The tail of a long prompt is computed after the cache of its beginning, also for rows with penalties.
         options, behind = {TAIL: kinds[-1]}, [text for text in behind if SHORTEST + len(text) <= most]

@@ -249,29 +249,35 @@ def test_a_warm_up_has_a_prompt_of_every_size_and_rows_of_every_kind():
 
     def submit(request, **options):
         kind = request.sampling, request.logprobs, request.grammar
-        asked.append((len(request.prompt), options["cache_salt"], *kind, request.prompt[-1]))
+        asked.append((len(request.prompt), options["cache_salt"], *kind, request.prompt[-1], request.explain))
         if request.grammar is not None and not reads:
             raise InputError("llguidance cannot read the tokenizer")
         return SimpleNamespace(result=lambda: None)
 
-    sizes = dict(context_length=700, max_new_tokens=5, step_sizes=(1, 2, 3))
+    sizes = dict(context_length=700, max_new_tokens=5, step_sizes=(1, 2, 3), can_explain=True, prefill_share=0.7)
     sizes |= dict(compile_for=lambda size: compiled.append((size, len(asked))))
     warm_up(SimpleNamespace(submit=submit, **sizes), tokens=600, tell=lambda *x: told.append(x))
-    assert compiled == [(3, 0), (2, 19), (1, 28)]
-    assert [kind[:5] for kind in asked[19:28]] == [kind[:5] for kind in (*asked[:5], *asked[15:19])] and asked[19:28] == asked[
-        28:
-    ]
-    assert told[-1] == (37, 37)
-    del asked[19:]
-    assert [size for size, *_ in asked] == [*[256] * 6, 384, 512, 600, 256, 272, 288, 320, 384, 512, *[256] * 4]
+    assert compiled == [(3, 0), (2, 20), (1, 29)]
+    assert asked[20:29] == asked[29:] == [*asked[:5], *asked[16:20]]
+    assert told[-1] == (38, 38)
+    del asked[20:]
+    assert [size for size, *_ in asked] == [*[256] * 6, 256, 384, 512, 600, 256, 272, 288, 320, 384, 512, *[256] * 4]
+    assert [place for place, kind in enumerate(asked) if kind[6]] == [6, 7, 8, 9]
     salts = [salt for _, salt, *_ in asked]
-    assert len({*salts[5:10]}) == 5 and len({*salts[9:]}) == 1
-    assert len({kind[5] for kind in asked[9:15]}) == 6  # of the texts behind a prefix none begins with another one
+    assert len({*salts[6:11]}) == 5 and len({*salts[10:]}) == 1
+    assert len({kind[5] for kind in asked[10:16]}) == 6  # of the texts behind a prefix none begins with another one
     assert [kind[2:4] for kind in asked[:4]] == [kind[2:4] for kind in asked[-4:]] and asked[-5][4] is None != asked[-1][4]
     reads = False
     asked.clear()
     warm_up(SimpleNamespace(submit=submit, **sizes), tokens=600, tell=lambda *x: told.append(x))
-    assert len(asked) == 16 + 2 * 5 and told[-1] == (37, 37)
+    assert len(asked) == 17 + 2 * 5 and told[-1] == (38, 38)
     asked.clear()
+    warm_up(SimpleNamespace(submit=submit, **sizes | dict(prefill_share=1.0)), tokens=600)
+    assert [kind[6] for kind in asked[6:14]] == [True, False] * 4  # a prefill in one piece is another program
+    asked.clear()
+    warm_up(SimpleNamespace(submit=submit, **sizes | dict(can_explain=False)), tokens=600)
+    assert not any(kind[6] for kind in asked)
+    asked.clear()
+    compiled.clear()
     warm_up(SimpleNamespace(submit=submit, **sizes), tokens=0)
-    assert asked == [] and len(compiled) == 6
+    assert asked == compiled == []

@@ -16,6 +16,7 @@ REQUESTS = {
     "repetition penalty": [Request(prompt=[3] * 300, sampling=Sampling(repetition_penalty=1.2), **BRIEF)] * 2,
     "several penalties": [Request(prompt=[4] * 300, sampling=ALL, **BRIEF)],
     "echo": [Request(prompt=[5] * size, prompt_logprobs=1, logprobs=1, **BRIEF) for size in (300, 700)],
+    "explain": [Request(prompt=[5] * size, explain=True, **BRIEF) for size in (20, 300, 700)],
     "behind a prefix": [Request(prompt=[6] * 256 + [text] * 530, **BRIEF) for text in (1, 2, 3)],
     "behind a long prefix": [Request(prompt=[7] * 768 + [text] * 20, **BRIEF) for text in (1, 2, 3)],
     "compaction": [Request(prompt=[8] * 300, forced_tokens=[0] * 70)],
