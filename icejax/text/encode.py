@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ from icejax.text.control_tokens import ControlTokens, Name
 
 Encode = Callable[..., list[int]]
 BORDERS = ("\n", "|")  # texts that rarely share a token with the text after them
+# transformers writes `split_special_tokens` into the tokenizer and then reads it: another thread's call must not come between.
+CALLS = threading.Lock()
 
 
 def encode(
@@ -77,7 +80,8 @@ def _outside(names: list[Name], spans: tuple[tuple[int, int], ...]) -> list[Name
 
 
 def _call(tokenizer: Any, text: str, *, add_special_tokens: bool = False, **options: bool) -> list[int]:
-    return list(tokenizer(str(text), add_special_tokens=add_special_tokens, verbose=False, **options)["input_ids"])
+    with CALLS:
+        return list(tokenizer(str(text), add_special_tokens=add_special_tokens, verbose=False, **options)["input_ids"])
 
 
 def added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -1,6 +1,8 @@
 """Names of control tokens in messages and prompts stay text. The reference is a twin of each tokenizer, whose names differ."""
 
+import concurrent.futures
 import copy
+import time
 
 import pytest
 from hypothesis import given
@@ -106,3 +108,28 @@ def test_the_longest_name_counts():
         assert [name.token for name in controls.find(text)] == [
             token for token in tok(text, add_special_tokens=False)["input_ids"] if token in controls.ids.values()
         ]
+
+
+def test_texts_of_many_threads_keep_their_control_tokens(monkeypatch):
+    """A message with a control token's name needs another setting of the tokenizer than a template does."""
+    whole, shared = ChatText("<|user|>say<|user|>"), tokenizer("byte level")
+    named = ChatText("<|user|>say </s><|user|>", spans=((8, 16),))
+    expected = [encode(shared, text) for text in (whole, named)]
+
+    class Slow:
+        """A backend between whose setting and encoding another thread may run."""
+
+        def __init__(self, backend):
+            self.__dict__["backend"] = backend
+
+        def __getattr__(self, name):
+            return getattr(self.backend, name)
+
+        def __setattr__(self, name, value):
+            setattr(self.backend, name, value)
+            time.sleep(0.002)
+
+    monkeypatch.setattr(shared, "_tokenizer", Slow(shared._tokenizer))
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda i: encode(shared, (whole, named)[i % 2]), range(40)))
+    assert answers == expected * 20
