@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from icejax.api.prompts import ContextFull
 from icejax.checks.errors import InputError
+from icejax.engine.serving.scheduler import QueueFull
 from icejax.serving.json_text import json_bytes
 
 RETRY_S = 1  # seconds after which a client may ask again
@@ -65,6 +66,8 @@ def api_error(error: BaseException) -> ApiError:
         case ContextFull():  # in Anthropic's words, by which LiteLLM knows it
             message = f"prompt is too long: {error}"
             return ApiError(400, message, param="messages or prompt", code="context_length_exceeded")
+        case QueueFull():
+            return ApiError(429, str(error), code="queue_full")
         case InputError():
             return ApiError(400, str(error))
         case RuntimeError() if str(error).startswith("the engine"):

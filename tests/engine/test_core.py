@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import icejax
-from icejax.cache.registry import Clustered, Coded, Full, Packed, SnapKV, Streaming
+from icejax.cache.registry import Clustered, Coded, Full, Packed, Quest, SnapKV, Streaming
 from icejax.checks.errors import InputError
 from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.request import AnswerOptions
@@ -217,7 +217,7 @@ def test_a_row_without_finite_logits_fails_alone(tmp_path, name):
     weight[...] = weight[...].at[jnp.asarray([bad, first])].set(jnp.nan)
     core, pieces = core_of(model, CACHES[name], places=2), {}
     for i, prompt in enumerate(prompts):
-        core.submit(job(prompt, i, max_new_tokens=9))
+        core.submit(job(prompt, i, max_new_tokens=9, logprobs=1 if i in (2, 3) else None))
     while core.busy:
         for ticket, outcome in core.step():
             pieces.setdefault(ticket.request.index, []).append(outcome)
@@ -230,6 +230,51 @@ def test_a_row_without_finite_logits_fails_alone(tmp_path, name):
         )
     for i in (0, 3, 4, 5):
         assert join(pieces[i]).token_ids == sound[i]
+
+
+class OfAFew(Letters):
+    """A tokenizer that fails at a token."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def decode(self, ids, **options):
+        if self.token in ids:
+            raise IndexError("piece id is out of range.")
+        return super().decode(ids, **options)
+
+
+@pytest.mark.parametrize("options", [dict(logprobs=101), dict(prompt_logprobs=1)], ids=["answer", "prompt"])
+def test_a_row_whose_tokens_cannot_be_named_fails_alone(model, of_full_cache, options):
+    """No text has the token, and only the row that reports log-probabilities names it."""
+    seen = {token for i in (0, 1) for token in of_full_cache[i].token_ids}
+    token = next(token for token in range(101) if token not in seen)
+    core = core_of(model, Full(), places=2)
+    core._tokenizer, prompt_logprobs = OfAFew(token), options.pop("prompt_logprobs", None)
+    core.submit(job(PROMPTS[0], 0, max_new_tokens=LIMITS[0]))
+    failing = job([token, *PROMPTS[5]], 2, **options)
+    core.submit(dataclasses.replace(failing, prompt_logprobs=prompt_logprobs))
+    core.submit(job(PROMPTS[1], 1, max_new_tokens=LIMITS[1]))
+    replies = answers(core)
+    assert_all_free(core)
+    assert str(replies[2]).startswith("the tokenizer fails") and "out of range" in str(replies[2])
+    assert [replies[i].token_ids for i in (0, 1)] == [of_full_cache[i].token_ids for i in (0, 1)]
+
+
+def test_pages_of_a_row_without_finite_values_harm_no_later_row(tmp_path):
+    """The later row is shorter and selects more pages than it has; the others still hold what the first row wrote."""
+    model = families.load(families.build(families.row("llama-gqa")), tmp_path)
+    prompt = [1 + token % 40 for token in families.tokens(20)]
+    sound = alone(model, Full(), prompt, max_new_tokens=9)
+    bad = next(token for token in range(101) if token not in {*prompt, *sound.token_ids})
+    weight = model.model.embed_tokens.weight
+    weight[...] = weight[...].at[bad].set(jnp.nan)
+    core = core_of(model, Quest(budget=ROOM, page_size=8), places=1, longest=1000)
+    core.submit(job([bad] * 1000, 0, max_new_tokens=9))
+    core.submit(job(prompt, 1, max_new_tokens=9))
+    replies = answers(core)
+    assert "the model's logits are not finite" in str(replies[0])
+    assert replies[1].token_ids == sound.token_ids
 
 
 @pytest.fixture(scope="module")
@@ -402,8 +447,9 @@ def test_a_job_that_is_refused_leaves_nothing_behind(model):
     with pytest.raises(InputError, match="the request needs . extents of host memory and the pool has .: shorten it"):
         core.submit(job(families.tokens(2000), 0, max_new_tokens=20))
     assert not core.busy
-    ticket = core.submit(job(PROMPTS[0], 0, max_new_tokens=2))
+    tickets = [core.submit(job(PROMPTS[0], 0, max_new_tokens=2)) for _ in range(3)]  # for two a place is free
     with pytest.raises(InputError, match="1 requests wait already, as many as may: try again later"):
         core.submit(job(PROMPTS[1], 1, max_new_tokens=2))
-    core.release(ticket)
+    for ticket in tickets:
+        core.release(ticket)
     assert_all_free(core)

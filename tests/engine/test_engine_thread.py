@@ -303,6 +303,46 @@ def test_an_engine_that_has_failed_frees_its_core():
     assert alive() is None
 
 
+def test_all_requests_hear_of_a_core_that_fails_between_pieces_of_work(engine):
+    """While it takes one of several new requests, and while it releases a cancelled one, as in a group that loses a process."""
+    thread, core = engine
+    core.gate.clear()
+    handles = [thread.submit(job("a"))]
+    wait_until(lambda: not thread._new)  # the thread stands before its first piece of work
+    handles += [thread.submit(job("b")), thread.submit(job("c"))]
+
+    def lost(*_, **__):
+        raise OSError("a process is gone")
+
+    core.submit = lost
+    core.gate.set()
+    for handle in handles:
+        with pytest.raises(RuntimeError, match="the engine has failed: a process is gone"):
+            handle.result()
+
+
+@pytest.mark.parametrize("by_caller", [True, False])
+def test_a_request_whose_release_fails_hears_of_it(by_caller):
+    core = FakeCore()
+    thread = EngineThread(lambda: core)
+    core.gate.clear()
+    handle = thread.submit(job("a"))
+    wait_until(lambda: not thread._new)
+
+    def lost(ticket):
+        raise OSError("a process is gone")
+
+    core.release = lost
+    if by_caller:
+        handle.cancel()
+    else:
+        core.step = lambda: iter([(thread._tickets[handle][0], InputError("the logits are not finite"))])
+    core.gate.set()
+    with pytest.raises(RuntimeError, match="the engine has failed: a process is gone"):
+        handle.result()
+    thread.close()
+
+
 def test_a_core_that_cannot_be_made_raises_at_once():
     def no_core():
         raise InputError("the host has too little memory")
@@ -318,11 +358,13 @@ def test_requests_that_the_thread_has_not_seen_count_as_waiting():
     core.gate.clear()
     handles = [thread.submit(job("a"))]
     wait_until(lambda: not thread._new)  # the thread stands before its first piece of work
-    handles += [thread.submit(job("b")), thread.submit(job("c"))]
+    handles += [thread.submit(job(name)) for name in "bcde"]  # two have places
     with pytest.raises(InputError, match="2 requests wait already, as many as may: try again later"):
-        thread.submit(job("d"))
+        thread.submit(job("f"))
     core.gate.set()
-    assert [handle.result().text for handle in handles] == [text_of(name) for name in "abc"]
+    assert [handle.result().text for handle in handles] == [text_of(name) for name in "abcde"]
+    with pytest.raises(InputError, match="the request asks for 5 answers and the engine takes 4: ask for fewer"):
+        thread.submit(job("g", answers=5))
     thread.close()
 
 
@@ -341,7 +383,7 @@ def test_a_full_queue_refuses_in_the_callers_thread():
     core.gate.clear()
     first = thread.submit(job("a"))
     wait_until(lambda: not thread._new)  # the thread stands before its first piece of work
-    handles = [thread.submit(job(name)) for name in "bcd"]
+    handles = [thread.submit(job(name)) for name in "bcde"]  # the first one has a place, and one of these
     core.gate.set()
     assert first.result().text == "a0 a1 a2 "
     results = []

@@ -11,4 +11,6 @@ class Letters:
         return {"input_ids": [ord(c) - 33 for c in text]}
 
     def decode(self, ids, **_):
+        if any(int(i) < 0 for i in ids):
+            raise OverflowError("out of range integral type conversion attempted")  # as tokenizers does
         return "".join(chr(int(i) + 33) for i in ids)

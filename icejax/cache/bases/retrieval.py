@@ -168,10 +168,11 @@ class Retrieval(CachePolicy):
         """Returns the attention of a decoded token, the selection that it attended to, and the new state."""
         with jax.named_scope("fetch"):
             wanted, pool = found.counts > 0, replace(view.pool, single_slots=self.by_slot)
+            ids = jnp.where(wanted, found.ids, 0)  # an empty page may hold another row's values that are not finite
             if self.resident:
-                pages, fetched = pool.fetch_missing(found.ids, wanted, state.held, state.ids)
+                pages, fetched = pool.fetch_missing(ids, wanted, state.held, state.ids)
             else:
-                pages, fetched = pool.fetch_live(found.ids, wanted)
+                pages, fetched = pool.fetch_live(ids, wanted)
         with jax.named_scope("attend"):
             attended, weights = self.attend(heads, near, self._of_planes(heads, pages, found.counts), found)
         return attended, found, replace(state, weights=weights, held=pages if self.resident else state.held, fetched=fetched)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -16,20 +16,25 @@ from icejax.text.token_text import token_text
 USUAL = 20  # most likely tokens that OpenAI's clients ask for
 
 
-def token_logprobs(
-    logits: Float[Array, "B V"], tokens: Int[Array, " B"], *, counts: Mapping[int, int], most: int, tokenizer: Any
-) -> dict[int, TokenLogprobs]:
-    """Returns, for each row in `counts`, the log-probability of its token and its number of largest log-probabilities.
+class TopLogprobs:
+    """The log-probabilities of a step's tokens and of the most likely ones, on the host.
 
     They are natural logarithms of the softmax of the model's own logits, before temperature and penalties.
-
-    Args:
-        counts: number of most likely tokens by row.
-        most: the largest number that any row of the run asks for.
     """
-    arrays = _top_logprobs(logits, tokens, count=compiled_count(most, logits.shape[-1]))
-    tokens, chosen, best, ids = (np.asarray(x) for x in (tokens, *arrays))
-    return {i: named(tokenizer, tokens[i], chosen[i], zip(ids[i, :n], best[i, :n], strict=True)) for i, n in counts.items()}
+
+    def __init__(self, logits: Float[Array, "B V"], tokens: Int[Array, " B"], *, most: int) -> None:
+        """Reads them.
+
+        Args:
+            most: the largest number of most likely tokens that any row of the run asks for.
+        """
+        arrays = _top_logprobs(logits, tokens, count=compiled_count(most, logits.shape[-1]))
+        self._tokens, self._chosen, self._best, self._ids = (np.asarray(x) for x in (tokens, *arrays))
+
+    def named(self, row: int, count: int, tokenizer: Any) -> TokenLogprobs:
+        """Returns the log-probability of a row's token, and its `count` largest; InputError: the tokenizer fails."""
+        top = zip(self._ids[row, :count], self._best[row, :count], strict=True)
+        return named(tokenizer, self._tokens[row], self._chosen[row], top)
 
 
 def compiled_count(most: int, vocabulary: int) -> int:

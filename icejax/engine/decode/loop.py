@@ -13,12 +13,12 @@ from icejax.cache.protocol import CachePolicy
 from icejax.checks.errors import InputError
 from icejax.engine.batch import without_row
 from icejax.engine.decode.counters import NOT_FINITE, StepCounters
-from icejax.engine.decode.logprobs import token_logprobs
+from icejax.engine.decode.logprobs import TopLogprobs
 from icejax.engine.decode.nonfinite import not_finite
 from icejax.engine.decode.row import Row
 from icejax.engine.decode.run import Run, RunConstants, run_constants
 from icejax.engine.decode.step import Step
-from icejax.engine.response import GenerationResponse, TokenLogprobs
+from icejax.engine.response import GenerationResponse
 
 LOG = logging.getLogger(__name__)
 Outcome = GenerationResponse | InputError
@@ -73,7 +73,7 @@ class DecodeLoop:
         runs_ahead = self._has_stepped and is_step
         if runs_ahead:
             run.advance()
-        counters, logprobs = StepCounters.read(pending.counters), self._logprobs(pending)
+        counters, ranked = StepCounters.read(pending.counters), self._ranked(pending)
         for at, row in rows.items():
             if at not in self.rows:  # the caller has dropped it since the step began
                 continue
@@ -84,13 +84,14 @@ class DecodeLoop:
                 continue
             try:
                 parts = row.take(counters.row(at))
+                logprobs = None if row.logprobs is None else ranked.named(at, row.logprobs, row.tokenizer)
             except InputError as error:  # the tokenizer fails, or the grammar
                 del self.rows[at]
                 yield at, error
                 continue
             if row.finish_reason is not None:
                 del self.rows[at]
-            yield at, row.response(parts, logprobs.get(at), self.constants)
+            yield at, row.response(parts, logprobs, self.constants)
         if self.rows and is_step and not runs_ahead:
             self._has_stepped = True
             run.advance()
@@ -98,12 +99,10 @@ class DecodeLoop:
             if at in self.rows:
                 run.renew(at, row_state, [*rows[at].prompt, *rows[at].tokens])
 
-    def _logprobs(self, pending: Step) -> dict[int, TokenLogprobs]:
-        counts = {at: row.logprobs for at, row in self.rows.items() if row.logprobs is not None}
-        if not counts:
-            return {}
-        tokenizer = next(iter(self.rows.values())).tokenizer
-        return token_logprobs(pending.logits, pending.tokens, counts=counts, most=self._most_logprobs, tokenizer=tokenizer)
+    def _ranked(self, pending: Step) -> TopLogprobs | None:
+        if all(row.logprobs is None for row in self.rows.values()):
+            return None
+        return TopLogprobs(pending.logits, pending.tokens, most=self._most_logprobs)
 
 
 def decode_row(row: Row, run: Run, cache: CachePolicy) -> Iterator[GenerationResponse]:

@@ -217,7 +217,12 @@ class Core:
         holder, begun = self if self._loop is None else self._loop.run, time.perf_counter()
         while True:  # a step after every short piece would take more than its share of the time
             piece_begun = time.perf_counter()
-            holder.pool = start.advance(holder.pool)
+            try:
+                start.advance(holder)
+            except InputError as error:  # the tokenizer cannot name a prompt's tokens
+                self.release(ticket)
+                yield ticket, error
+                return
             now = time.perf_counter()
             # The next piece probably takes as long as this one; the limit may be passed by half of it.
             if self._agreed(start.done or (now - begun) + (now - piece_begun) / 2 > UNIT_S + self._step_s / 2):

@@ -34,9 +34,11 @@ class Work(enum.Enum):
     NOTHING = "nothing"
 
 
-def too_many_wait(count: int) -> str:
-    """Returns the message for a request that finds `count` others in a full queue."""
-    return f"{count} requests wait already, as many as may: try again later"
+class QueueFull(InputError):
+    """Raised for a request that finds as many others in the queue as may wait; later there is room again."""
+
+    def __init__(self, most_waiting: int) -> None:
+        super().__init__(f"{most_waiting} requests wait already, as many as may: try again later")
 
 
 @dataclass(eq=False)
@@ -111,7 +113,7 @@ class Scheduler:
             smaller: smaller numbers of places that a step may compute, ascending.
             share: most of the time that prefill may take while other rows decode, above 0; 1: a prompt is prefilled whole
                 before the next step, so that the order of all work depends on the requests alone.
-            most_waiting: most tickets that may wait; None: any number.
+            most_waiting: most tickets that may wait beyond those for which a place is free; None: any number.
             prepare: called with the first ticket that waits when a place is free: it sets `wanted` and `shared` again, and may
                 free extents.
         """
@@ -136,8 +138,9 @@ class Scheduler:
         Raises:
             InputError: too many tickets wait, or the pool can never hold the row.
         """
-        if self._most_waiting is not None and len(self.waiting) >= self._most_waiting:
-            raise InputError(too_many_wait(len(self.waiting)))
+        free = self._places - len(self.decoding) - (self.prefilling is not None)
+        if self._most_waiting is not None and len(self.waiting) >= free + self._most_waiting:
+            raise QueueFull(self._most_waiting)
         if ticket.wanted is not None and ticket.wanted.sum() > self._capacity:
             raise InputError(
                 f"the request needs {ticket.wanted.sum()} extents of host memory and the pool has {self._capacity}: "

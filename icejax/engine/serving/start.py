@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,12 @@ from icejax.models.decoder import CausalLM
 from icejax.runtime.mesh import home, placed
 
 LOG = logging.getLogger(__name__)
+
+
+class HasPool(Protocol):
+    """What holds the pool between two pieces of work."""
+
+    pool: Pool | None
 
 
 class RowStart:
@@ -98,12 +104,13 @@ class RowStart:
         """Whether all pieces have run."""
         return self._result is not None
 
-    def advance(self, pool: Pool | None) -> Pool | None:
-        """Runs the next piece and returns the pool, which it may donate."""
-        self._pool = pool
-        next(self._pieces, None)
-        pool, self._pool = self._pool, None
-        return pool
+    def advance(self, holder: HasPool) -> None:
+        """Runs the next piece, which may donate the holder's pool; InputError: the tokenizer fails, and the pool is whole."""
+        self._pool, holder.pool = holder.pool, None
+        try:
+            next(self._pieces, None)
+        finally:
+            holder.pool, self._pool = self._pool, None
 
     def close(self) -> None:
         """Ends the row before its first token: open files are closed, and half-written ones removed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import queue
 import threading
 import traceback
@@ -20,7 +21,7 @@ from icejax.engine.decode.loop import Outcome
 from icejax.engine.response import GenerationResponse, joined
 from icejax.engine.serving.core import Core
 from icejax.engine.serving.job import Job
-from icejax.engine.serving.scheduler import Load, Scheduler, Ticket, too_many_wait
+from icejax.engine.serving.scheduler import Load, QueueFull, Scheduler, Ticket
 from icejax.runtime import processes
 from icejax.runtime.processes import LOST_LINE, GroupError
 
@@ -142,16 +143,18 @@ class EngineThread:
         """Puts the jobs of one request at the end of the queue.
 
         Raises:
-            InputError: too many answers wait.
+            InputError: too many answers wait, or the request asks for more than can ever be there at once.
             RuntimeError: the engine is closed, or has failed.
         """
         handle = Handle(self._cancel, len(jobs))
         with self._changed:
             if self._closes:
                 raise self._error()
-            waiting = sum(len(others) for _, others in self._new)
-            if self._most_waiting is not None and waiting >= self._most_waiting:
-                raise InputError(too_many_wait(waiting))
+            most = math.inf if self._most_waiting is None else self.sizes[-1] + self._most_waiting
+            if len(jobs) > most:
+                raise InputError(f"the request asks for {len(jobs)} answers and the engine takes {most}: ask for fewer")
+            if sum(len(others) for _, others in self._new) >= most:
+                raise QueueFull(self._most_waiting)
             self._new.append((handle, jobs))
             self._changed.notify()
         return handle
@@ -241,20 +244,22 @@ class EngineThread:
 
     def _work(self, core: Core) -> None:
         """Does one piece of work, and hands the outcomes to the handles."""
-        failed = set()
+        failed = dict[Handle, InputError]()
         for ticket, outcome in core.step():
             handle = ticket.owner
             if handle in failed:
                 continue
-            handle.put(outcome)
             if isinstance(outcome, InputError):
-                failed.add(handle)
-            elif outcome.finish_reason is not None:
+                failed[handle] = outcome
+                continue
+            handle.put(outcome)
+            if outcome.finish_reason is not None:
                 self._tickets[handle].remove(ticket)
                 if not self._tickets[handle]:
                     del self._tickets[handle]
-        for handle in failed:  # after the piece of work, which other processes of a group do as a whole
+        for handle, error in failed.items():  # after the piece of work, which other processes of a group do as a whole
             self._drop(core, handle)
+            handle.put(error)
 
     def _take_changes(self, core: Core) -> bool:
         """Waits until there is something to do, and hands what callers asked for to the core; False: the engine closes."""
@@ -265,8 +270,8 @@ class EngineThread:
             new, cancelled, closes = [*self._new], [*self._cancelled], self._closes
             self._new.clear()
             self._cancelled.clear()
+            self._tickets |= {handle: [] for handle, _ in new}  # all at once: if the core fails, each is told
         for handle, jobs in new:
-            self._tickets[handle] = []
             try:
                 for job in jobs:
                     self._tickets[handle].append(core.submit(job, owner=handle))
@@ -288,7 +293,8 @@ class EngineThread:
 
     def _drop(self, core: Core, handle: Handle) -> bool:
         """Takes a request out of the core; False if it is over already."""
-        tickets = self._tickets.pop(handle, [])
+        tickets = self._tickets.get(handle, ())
         for ticket in tickets:
             core.release(ticket)
+        self._tickets.pop(handle, None)  # last: if the core fails, the handle is told
         return bool(tickets)
