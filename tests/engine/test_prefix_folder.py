@@ -357,6 +357,30 @@ def test_what_killed_writers_left_is_removed_after_a_day(model, folder):
     assert {*files(folder)} == {arrays, about}
 
 
+def test_files_of_other_programs_are_never_removed(model, tmp_path):
+    """Other programs have folders of 32 hex digits too, and where others may write a link may lead to the user's files."""
+    root, own = tmp_path / "root", tmp_path / "own"
+    for folder in (root / ("0" * 32), own):
+        folder.mkdir(parents=True)
+        for name in ("output.pkl", "0" * 64 + ".arrays", "thesis.json"):
+            (folder / name).write_text("mine")
+            os.utime(folder / name, (time.time() - 90000,) * 2)
+    (root / ("1" * 32)).symlink_to(own)
+    core_of(model, root, disk=1)
+    assert sorted(file.name for file in (root / ("0" * 32)).iterdir()) == ["output.pkl", "thesis.json"]
+    assert len([*own.iterdir()]) == 3
+
+
+def test_a_link_in_place_of_the_models_folder_is_refused(model, folder):
+    (place,) = folder.iterdir()
+    place.rename(folder.parent / "elsewhere")
+    place.symlink_to(folder.parent / "elsewhere")
+    with pytest.raises(InputError, match=f"others may read or write {place}: remove it, or choose another prefix_dir"):
+        core_of(model, folder)
+    place.unlink()
+    (folder.parent / "elsewhere").rename(place)
+
+
 @pytest.mark.slow
 def test_eviction_caches_store_nothing_on_the_disk(model, tmp_path):
     core = core_of(model, tmp_path, SnapKV(budget=2048))

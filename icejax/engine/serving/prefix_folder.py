@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import time
@@ -48,6 +49,7 @@ ABOUT, ARRAYS = ".json", ".arrays"
 ABOUT_BYTES = 2**16  # of a description, or somewhat more
 DAY = 24 * 3600  # seconds
 RESERVE = 2**30  # bytes of the disk that stay free
+OWN_NAME = re.compile(r"[0-9a-f]{64}\.(json|arrays)|\.part\.[0-9a-f]+")  # of files that may be removed
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,13 @@ class PrefixFolder:
         self._stored: dict[bytes, list[StoredPrefix]] = {}
         try:
             make_folder(self._folder)
-            status, names = self._folder.stat(), sorted(os.listdir(self._folder))
+            status, names = self._folder.lstat(), sorted(os.listdir(self._folder))  # everybody may read a link
+            if status.st_uid != os.getuid() or status.st_mode & 0o077:
+                raise InputError(f"others may read or write {self._folder}: remove it, or choose another prefix_dir")
             self._make_room(0)
         except OSError as error:
             raise InputError(f"prefix_dir {folder} cannot be used ({error.strerror}): choose another folder") from None
-        if status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise InputError(f"others may read or write {self._folder}: remove it, or choose another prefix_dir")
-        for path in (self._folder / name for name in names if name.endswith(ABOUT)):
+        for path in (self._folder / name for name in names if OWN_NAME.fullmatch(name) and name.endswith(ABOUT)):
             try:
                 self._remember(_described(path.with_suffix("")))
             except (InputError, OSError) as error:
@@ -211,6 +213,8 @@ class PrefixFolder:
         """
         files = {}
         for path in self._root.glob(f"{'[0-9a-f]' * 32}/*"):
+            if not OWN_NAME.fullmatch(path.name) or path.parent.is_symlink() or path.parent.stat().st_uid != os.getuid():
+                continue  # another program's
             with contextlib.suppress(OSError):  # another engine may have removed it
                 if not path.with_suffix(ABOUT).exists() and path.stat().st_mtime < time.time() - DAY:
                     path.unlink()
