@@ -215,9 +215,9 @@ class Session:
             as_claim(save_to).check_room(saved_size(plan, end, held=len(held), new=len(new), limit=limit))
         counts = dict(fed=len(tokens), logprobs=answer.logprobs, started=started)
         row = Row(self._tokenizer, answer.stop, self._model.config.eos_token_ids, held + new, limit, **counts)
-        self._newest, self._outdated = None, False
+        self._newest = None
         run = self._cache.enter(held, new, answer, seen=self._seen, progress=progress)
-        self.token_ids, self.messages, self._newest = held + new, messages, row
+        self.token_ids, self.messages, self._newest, self._outdated = held + new, messages, row, False
         try:
             for piece in decode_row(row, run, self._cache.policy):
                 self.token_ids += piece.token_ids

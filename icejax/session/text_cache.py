@@ -89,7 +89,9 @@ class TextCache:
         self.policy, self.room = IN_PAGES, self._context_length
         names = room, display_name(self.policy)
         LOG.warning("the conversation outgrows the %d tokens that fit the device: it continues with the %s cache", *names)
-        if count:
+        if not count:
+            self.empty()  # or a text that is refused after this would leave a cache of the other policy
+        else:
             states, self.run = list(self.run.state.cache.layers), None  # each layer is freed when it has moved
             self.restore(plan, count, [], *move(self._model, states, count, before, plan, into))
 

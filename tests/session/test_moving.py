@@ -1,10 +1,15 @@
 """A session that outgrows the device moves from the full cache to pages, and a saved one continues with the cache that it has."""
 
+from types import SimpleNamespace
+
 import pytest
 
 import icejax
 from icejax.cache.registry import Clustered, Full
+from icejax.files import atomic_folder
+from icejax.files.atomic_folder import claim
 from icejax.runtime import devices
+from icejax.session import storage
 from icejax.session.session import Session
 from tests.helpers.documents import document
 from tests.text.test_chat_turns import BUNDLED
@@ -82,6 +87,23 @@ def test_a_chat_that_went_back_moves_what_stays(chatting, caplog):
     answers = [one.chat(message, max_new_tokens=6) for one in (session, whole)]
     assert answers[0].run.cache == "clustered" and caplog.messages == [MOVED]
     assert answers[0].cached_tokens and answers[0].token_ids == answers[1].token_ids and session.token_ids == whole.token_ids
+
+
+@pytest.mark.slow
+def test_a_text_that_is_refused_leaves_no_cache_of_two_policies(chatting, tmp_path, monkeypatch):
+    """A question asked again needs the whole chat prefilled in pages, and the disk is full."""
+    session, whole = (Session(*chatting, cache=cache, **SMALL) for cache in (None, Clustered()))
+    for one in (session, whole):
+        one.chat("def f(x):", max_new_tokens=4)
+    with monkeypatch.context() as patch, claim(tmp_path / "kept", mark=storage.ABOUT) as target:
+        patch.setattr(atomic_folder.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+        with pytest.raises(icejax.InputError, match="needs"):
+            list(session.stream_chat(None, max_new_tokens=800, save_to=target))
+    message = "Pass key ab:12345.\n" * 40 + "Pass key ab:"
+    answers = [one.chat(message, max_new_tokens=6) for one in (session, whole)]
+    assert answers[0].run.cache == "clustered" and answers[0].token_ids == answers[1].token_ids
+    session.save(tmp_path / "kept")
+    assert isinstance(Session.load(tmp_path / "kept", *chatting)._cache.policy, Clustered)
 
 
 @pytest.mark.slow

@@ -338,6 +338,24 @@ def test_a_turn_taken_back_leaves_no_trace(chatting, cache):
     assert sessions[0]._cache.first == sessions[1]._cache.first  # the first text was not prefilled again
 
 
+def test_a_turn_taken_back_stays_so_after_an_interrupt(chatting, monkeypatch):
+    """Ctrl-C comes before the cache changes: it still holds the turn, and the next message must not be put behind it."""
+    sessions = [Session(*chatting, cache=Full(), context_length=600) for _ in range(2)]
+    for session in sessions:
+        session.chat("import os", max_new_tokens=4)
+    sessions[0].chat("def main():", max_new_tokens=4)
+    sessions[0].undo()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(text_cache, "trim", interrupted)
+        sessions[0].chat("x = 1", max_new_tokens=6)
+    answers = [session.chat("x = 1", max_new_tokens=6) for session in sessions]
+    assert answers[0].token_ids == answers[1].token_ids and sessions[0].token_ids == sessions[1].token_ids
+
+
 def test_raw_texts_and_chats_do_not_mix(chatting):
     session = Session(*chatting, cache=Full(), context_length=300)
     session.ask("x", max_new_tokens=2)
