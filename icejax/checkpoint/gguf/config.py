@@ -22,7 +22,7 @@ EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)  # of Llama 3.1 to 3.3
 # Values that change no number, or that repeat what the tensors say; `general`, `tokenizer` and `split` are read elsewhere.
-IRRELEVANT = """vocab_size attention.causal rope.scaling.finetuned attention.key_length_swa attention.value_length_swa
+IRRELEVANT = """vocab_size rope.scaling.finetuned attention.key_length_swa attention.value_length_swa
     rope.dimension_count_swa""".split()
 Read = Callable[[str], np.ndarray]
 
@@ -103,6 +103,8 @@ def raw_config(values: dict[str, Any], tensors: Mapping[str, Tensor], *, read: R
         eos_token_id=model.token("eos"),
         bos_token_id=model.token("bos"),
     )
+    if not model.fields.take(f"{model.architecture}.attention.causal", bool, default=True):
+        raise InputError(f"{source}: attention.causal is false: attention to later tokens is not supported")
     theta = model.number("rope.freq_base", default=1e4)
     config["rope_parameters"] = {"rope_theta": theta} | _scaling(model, config)
     rotated = model.whole("rope.dimension_count", default=head_dim)
@@ -140,7 +142,14 @@ def _scaling(model: _Source, config: dict[str, Any]) -> dict[str, Any]:
         scaling = dict(rope_type="longrope", long_factor=long, short_factor=short, attention_factor=strength)
         return scaling | {"original_max_position_embeddings": original or config["max_position_embeddings"]}
     if divisors is not None:
-        return _divided(model, divisors, config)
+        factor = 1.0 if kind == "none" or factor in (None, 0) else factor
+        if kind not in ("none", "linear") and factor != 1:
+            raise InputError(f"{model.fields.source}: rope.scaling.type {quoted(kind)} with {FREQUENCIES} is not supported")
+        return _divided(model, [factor * divisor for divisor in divisors], config, strength or 1.0)
+    if strength not in (None, 1) and kind in ("none", "linear"):
+        raise InputError(
+            f"{model.fields.source}: rope.scaling.attn_factor is {strength:g}, expected 1 without yarn or longrope"
+        )
     if kind == "linear":
         return dict(rope_type="default") if factor in (None, 0, 1) else dict(rope_type="linear", factor=factor)
     if kind == "yarn":
@@ -171,7 +180,7 @@ def _yarn(model: _Source, factor: float | None, original: int | None, strength: 
     )
 
 
-def _divided(model: _Source, divisors: list[float], config: dict[str, Any]) -> dict[str, Any]:
+def _divided(model: _Source, divisors: list[float], config: dict[str, Any], strength: float) -> dict[str, Any]:
     """Returns the scaling whose frequencies are divided by these numbers: Llama 3.1's where they are its, else longrope."""
     size, theta = config["head_dim"], model.number("rope.freq_base", default=1e4)
     if len(divisors) * 2 == size:
@@ -179,10 +188,10 @@ def _divided(model: _Source, divisors: list[float], config: dict[str, Any]) -> d
         part = LLAMA3["original_max_position_embeddings"] / wavelengths  # turns in the original context
         low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
         smooth, factor = np.clip((part - low) / (high - low), 0, 1), max(divisors)
-        if factor >= 1 and np.allclose(divisors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-5, atol=0):
+        if factor >= 1 and strength == 1 and np.allclose(divisors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-5, atol=0):
             return dict(rope_type="llama3", factor=factor, **LLAMA3)
     both = dict(long_factor=divisors, short_factor=divisors, original_max_position_embeddings=config["max_position_embeddings"])
-    return dict(rope_type="longrope", factor=1.0, attention_factor=1.0, **both)
+    return dict(rope_type="longrope", factor=1.0, attention_factor=strength, **both)
 
 
 def _llama(model: _Source, config: dict[str, Any]) -> dict[str, Any]:
@@ -209,19 +218,23 @@ def _gemma(model: _Source, config: dict[str, Any]) -> dict[str, Any]:
     of_width = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[model.architecture]
     size = config["hidden_size"] // config["num_attention_heads"] if of_width else config["head_dim"]
     caps = {name: model.number(name, default=None) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
-    return dict(query_pre_attn_scalar=size, sliding_window=model.whole("attention.sliding_window", default=4096)) | caps
+    return dict(query_pre_attn_scalar=size) | caps
 
 
 def _gemma2(model: _Source, config: dict[str, Any]) -> dict[str, Any]:
     fields = _gemma(model, config)
     defaults = dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
+    fields |= dict(sliding_window=model.whole("attention.sliding_window", default=4096))
     return fields | {name: fields[name] or default for name, default in defaults.items()} | _pattern(model, config, 2)
 
 
 def _gemma3(model: _Source, config: dict[str, Any]) -> dict[str, Any]:
     local = dict(rope_type="default", rope_theta=model.number("rope.freq_base_swa", default=1e4))  # in few files
     ropes = dict(full_attention=config["rope_parameters"], sliding_attention=local)
-    return _gemma(model, config) | dict(rope_parameters=ropes) | _pattern(model, config, 6)
+    window, pattern = model.whole("attention.sliding_window", least=0, default=0), _pattern(model, config, 6)
+    if not window:  # then no layer slides, as in llama.cpp
+        pattern = dict(layer_types=["full_attention"] * len(pattern["layer_types"]))
+    return _gemma(model, config) | dict(rope_parameters=ropes, sliding_window=window or None) | pattern
 
 
 def _gpt_oss(model: _Source, config: dict[str, Any]) -> dict[str, Any]:

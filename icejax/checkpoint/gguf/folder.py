@@ -141,6 +141,7 @@ def _make(folder: Path, model: Model) -> None:
                     return
                 with folder_claim.writing(private=True) as new_folder:
                     for name, text in files.items():
+                        (new_folder / name).parent.mkdir(exist_ok=True)
                         (new_folder / name).write_text(text, encoding="utf-8")
         except InputError as error:
             is_awaited = lock.exists() and time.monotonic() < stop  # asked first: the other may finish between the questions

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from typing import Any
 
 import numpy as np
 
+from icejax.checkpoint.folder import TEMPLATES
 from icejax.checkpoint.gguf.merges import derived_merges, written_merges
 from icejax.checkpoint.gguf.pre_tokenizers import pre_tokenizer
 from icejax.checkpoint.gguf.vocabulary import PREFIX, SPACE, USER_DEFINED, Vocabulary, read_vocabulary, take, token_id
@@ -24,13 +26,18 @@ NAMES = dict(bos_token="bos", eos_token="eos", unk_token="unknown", pad_token="p
 ENDS = "<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|end_of_text|> <eos> </s>"
 HARMONY_END, HARMONY_RETURN = "<|end|>", "<|return|>"  # where both are tokens, <|end|> ends a message and not the answer
 INFILL = (("fim_pre", "fim_suf", "fim_mid"), ("prefix", "suffix", "middle"))  # new and old names of three roles
+TEMPLATE_KEYS = {
+    "chat_template.jinja": "tokenizer.chat_template",
+    f"{TEMPLATES}/tool_use.jinja": "tokenizer.chat_template.tool_use",
+}
+SAMPLING = dict(temperature="temp", top_k="top_k", top_p="top_p", min_p="min_p", repetition_penalty="penalty_repeat")
 KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other added tokens drop the spaces after them
 
 
 def tokenizer_files(metadata: dict[str, Any]) -> dict[str, str]:
-    """Returns texts by file name: tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json.
+    """Returns texts by file name: tokenizer.json, tokenizer_config.json, and what the file has of chat templates and sampling.
 
-    A file without a chat template has no chat_template.jinja, and one without end tokens no generation_config.json.
+    A template for tools is a file of its own. End tokens and the sampling that the makers propose are generation_config.json.
 
     Args:
         metadata: the file's values by key; arrays are lists or numpy arrays.
@@ -44,15 +51,15 @@ def tokenizer_files(metadata: dict[str, Any]) -> dict[str, str]:
         what = "the file's metadata has no" if model is None else f"{quoted(model)} is the file's"
         raise InputError(f"{what} {PREFIX}model: {known} are read; use the model's Hugging Face folder instead")
     vocabulary = read_vocabulary(metadata, sentencepiece=model == "llama")
-    template = take(metadata, "tokenizer.chat_template", str)
+    templates = {name: take(metadata, key, str) for name, key in TEMPLATE_KEYS.items()}
     with input_error_from("the file's tokenizer cannot be read"):
         tokenizer = (_byte_level if model == "gpt2" else _sentencepiece)(metadata, vocabulary)
         config = _config(vocabulary) | _infill(metadata, vocabulary)
         files = {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps(config)}
-        if template is not None:
-            files["chat_template.jinja"] = template
-        if ends := _ends(vocabulary):
-            files["generation_config.json"] = json.dumps(dict(eos_token_id=ends))
+        files |= {name: template for name, template in templates.items() if template is not None}
+        generation = _sampling(metadata) | ({"eos_token_id": ends} if (ends := _ends(vocabulary)) else {})
+        if generation:
+            files["generation_config.json"] = json.dumps(generation)
         for name, text in files.items():
             if (size := len(text.encode())) > MOST_BYTES:
                 raise InputError(f"the file's {name} would have {size} bytes: expected at most {MOST_BYTES}")
@@ -150,6 +157,19 @@ def _infill(metadata: dict[str, Any], vocabulary: Vocabulary) -> dict[str, list[
         if None not in ids:
             return dict(fim_tokens=[vocabulary.tokens[i] for i in ids])
     return {}
+
+
+def _sampling(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of generation_config.json about sampling; none where the file proposes none."""
+    fields = {}
+    for name, key in SAMPLING.items():
+        value = metadata.get(f"general.sampling.{key}")
+        value = value.item() if isinstance(value, np.generic) else value
+        if type(value) in (int, float) and math.isfinite(value):
+            fields[name] = value
+        elif value is not None:
+            LOG.warning("general.sampling.%s is %s, not a number: not read", key, quoted(value))
+    return {"do_sample": True} | fields if fields else {}
 
 
 def _ends(vocabulary: Vocabulary) -> list[int]:

@@ -12,6 +12,7 @@ from icejax.cache.registry import Full
 from icejax.checkpoint import load_model
 from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.gguf.config import raw_config
+from icejax.checkpoint.gguf.numbers import read_numbers
 from icejax.checkpoint.gguf.parts import read_model
 from icejax.checks.errors import InputError
 from icejax.commands import convert
@@ -118,6 +119,17 @@ def test_gemma_3_has_the_pattern_and_base_that_files_lack(tmp_path):
     assert config["rope_parameters"] == GEMMA_ROPE
 
 
+@pytest.mark.parametrize("changes", [dict(leave_out=("attention.sliding_window",)), dict(attention__sliding_window=0)])
+def test_a_gemma_3_without_a_window_attends_to_all(tmp_path, changes):
+    """As llama.cpp's converter writes models all of whose layers are global, and as llama.cpp reads them."""
+    theirs = families.build(
+        families.row("gemma3_text-plain"), **GEMMA | dict(layer_types=["full_attention"] * 3, num_hidden_layers=3)
+    )
+    file = gguf_files.write(theirs, tmp_path / "model.gguf", **changes)
+    assert config_of(file)["layer_types"] == ["full_attention"] * 3
+    same_logits(theirs, file)
+
+
 @pytest.mark.parametrize("given, types", [(3, "ssf"), ([False, True, True], "fss")])
 def test_a_pattern_in_the_file_is_taken(tmp_path, given, types):
     file = written(
@@ -132,6 +144,18 @@ def test_what_a_file_leaves_out_has_llama_cpps_defaults(tmp_path):
     config = config_of(written(tmp_path, "llama-gqa", changes=dict(num_key_value_heads=4), leave_out=left_out))
     assert (config["num_key_value_heads"], config["head_dim"], config["rope_parameters"]["rope_theta"]) == (4, 16, 1e4)
     assert config["rms_norm_eps"] == 1e-6 and config["eos_token_id"] == 2
+
+
+def test_divisors_of_frequencies_and_a_linear_factor_multiply(tmp_path):
+    """llama.cpp divides the position by both."""
+    rope = LLAMA3 | dict(original_max_position_embeddings=8192)
+    file = written(
+        tmp_path, changes=dict(head_dim=16, rope_parameters=rope), rope__scaling__factor=4.0, rope__scaling__attn_factor=1.5
+    )
+    found, divisors = config_of(file)["rope_parameters"], read_numbers(read_model(file).tensors["rope_freqs.weight"])
+    assert found["rope_type"] == "longrope" and found["attention_factor"] == 1.5
+    for factors in (found["long_factor"], found["short_factor"]):
+        np.testing.assert_allclose(factors, 4 * divisors, rtol=1e-6)
 
 
 LINEAR = dict(rope_type="linear", rope_theta=1e4, factor=4.0)
@@ -201,6 +225,16 @@ REFUSED = {
         ),
         "rope.scaling.yarn_ext_factor other than 1 is not supported",
     ),
+    "yarn and divisors": (
+        dict(
+            changes=dict(head_dim=16, rope_parameters=LLAMA3 | dict(original_max_position_embeddings=8192)),
+            rope__scaling__type="yarn",
+            rope__scaling__factor=4.0,
+        ),
+        "rope.scaling.type 'yarn' with rope_freqs.weight is not supported",
+    ),
+    "strength": (dict(rope__scaling__attn_factor=1.5), "rope.scaling.attn_factor is 1.5, expected 1 without yarn or longrope"),
+    "later tokens": (dict(attention__causal=False), "attention.causal is false: attention to later tokens is not supported"),
     "experts": (dict(expert_count=8), "is a llama with experts (Mixtral), which is not read from GGUF"),
 }
 

@@ -3,12 +3,13 @@
 import collections
 import json
 import logging
+import math
 
 import numpy as np
 import pytest
 import tokenizers
 
-from icejax.checkpoint.generation_config import end_tokens
+from icejax.checkpoint.generation_config import end_tokens, proposed_sampling
 from icejax.checkpoint.gguf import merges, vocabulary
 from icejax.checkpoint.gguf import tokenizer_files as files
 from icejax.checkpoint.gguf.pre_tokenizers import RULES
@@ -290,6 +291,25 @@ def test_a_template_is_stored_and_never_run():
     template = "{% for i in range(10**12) %}{{ ''.__class__ }}{% endfor %}"
     assert tokenizer_files(BPE | {"tokenizer.chat_template": template})["chat_template.jinja"] == template
     assert "chat_template.jinja" not in tokenizer_files({key: BPE[key] for key in BPE if key != "tokenizer.chat_template"})
+
+
+def test_a_template_for_tools_is_taken_where_there_are_tools(tmp_path):
+    templates = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "with {{ tools[0].name }}"}
+    for name, text in tokenizer_files(BPE | templates).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    tokenizer, chat = load_tokenizer(tmp_path), [dict(role="user", content="a")]
+    assert render(tokenizer, chat) == "plain" and render(tokenizer, chat, dict(tools=[dict(name="f")])) == "with f"
+
+
+def test_the_sampling_that_a_file_proposes_is_read(tmp_path, caplog):
+    values = dict(temp=0.7, top_k=np.int32(20), top_p=0.8, min_p=math.nan, penalty_repeat="1.1", mirostat=2)
+    files = tokenizer_files(BPE | {f"general.sampling.{key}": value for key, value in values.items()})
+    (tmp_path / "generation_config.json").write_text(files["generation_config.json"])
+    assert proposed_sampling(tmp_path) == dict(temperature=0.7, top_k=20, top_p=0.8) and end_tokens(tmp_path)
+    assert "general.sampling.min_p is nan, not a number: not read" in caplog.messages
+    assert "general.sampling.penalty_repeat is '1.1', not a number: not read" in caplog.messages
 
 
 def test_sizes_are_bounded(monkeypatch):
