@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from icejax.checkpoint.folder import COMPANIONS, ORBAX, companions, resolve
+from icejax.checkpoint.folder import COMPANIONS, ORBAX, TEMPLATES, companions, resolve
 from icejax.checkpoint.load import Progress, abstract, open_checkpoint
 from icejax.checkpoint.pieces import Piece, largest, pieces
 from icejax.checkpoint.quantized.rounding import METHODS
@@ -140,7 +140,9 @@ def _convert(task: Conversion, write: Callable[[Path, orbax.About, Iterable[Piec
         )
         with target_claim.writing() as new_folder:
             for file in files:
-                shutil.copyfile(file, new_folder / file.name)
+                copy = new_folder / file.relative_to(folder)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
             if task.quantize is not None:
                 (new_folder / CONFIG).write_text(json.dumps(_quantised_config(folder, tensors, task.quantize), indent=2))
             write(new_folder, about, _reporting(pieces(tensors, task.mesh), len(about), task.progress))
@@ -172,5 +174,5 @@ def _check_target(source: Path, target: Path) -> None:
     if target.samefile(source):
         raise InputError(f"{target} is the source: choose another place")
     for name in sorted(file.name for file in target.iterdir()):
-        if name not in (*COMPANIONS, ORBAX, huggingface.INDEX) and not name.endswith(".safetensors"):
+        if name not in (*COMPANIONS, TEMPLATES, ORBAX, huggingface.INDEX) and not name.endswith(".safetensors"):
             raise InputError(f"{target} holds more than a checkpoint ({name}): choose another place")

@@ -26,7 +26,9 @@ REVISION = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
 COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "tekken.json",
 )  # fmt: skip
+TEMPLATES = "additional_chat_templates"  # the subfolder with a model's other templates, such as tool_use.jinja
 
 
 def resolve(model: str | Path, *, revision: str | None = None) -> Path:
@@ -64,7 +66,9 @@ def resolve(model: str | Path, *, revision: str | None = None) -> Path:
         return _of_hub_file(*hub_file.groups(), revision)
     if str(model).lower().endswith("-gguf"):
         raise InputError(f"{model} holds GGUF files by its name: name one of them behind it, as {model}:FILE.gguf")
-    return _whole(_snapshot(str(model), revision, [*COMPANIONS, ADAPTER, "model*.safetensors", "*.index.json"]))
+    return _whole(
+        _snapshot(str(model), revision, [*COMPANIONS, f"{TEMPLATES}/*.jinja", ADAPTER, "model*.safetensors", "*.index.json"])
+    )
 
 
 def _of_file(file: Path) -> Path:
@@ -157,7 +161,9 @@ def is_made_of_gguf(folder: Path) -> bool:
 
 def companions(folder: Path) -> list[Path]:
     """Returns the config and tokenizer files; InputError for a folder, a pipe, a broken link or over 100 MiB in their place."""
-    files = [folder / name for name in COMPANIONS if os.path.lexists(folder / name)]
+    files = [folder / name for name in COMPANIONS if os.path.lexists(folder / name)] + sorted(
+        folder.glob(f"{TEMPLATES}/*.jinja")
+    )
     for file in files:
         if not file.is_file():
             raise InputError(f"{file} is a folder, a pipe or a broken link: expected a file, or nothing of this name")

@@ -12,13 +12,14 @@ from typing import Any
 
 from icejax.checkpoint.folder import companions
 from icejax.checkpoint.readers.huggingface import read_json
-from icejax.checks.errors import InputError
+from icejax.checks.errors import InputError, quoted
 from icejax.text.tokenizer_errors import tokenizer_error_from
 
 LOG = logging.getLogger(__name__)
 # Texts on which readings of a tokenizer.json differ; short, because expressions of an unknown tokenizer may be slow.
 PROBES = ("hello world", " x", "a(n):\n    b\n\n\nc", "\n\n1234567, 89", "I'm  here\t x", "nai\u0308ve 中文字 🙂")
 MOST_ADDED, LONGEST_ADDED = 64, 40  # number of a file's added tokens that are compared, and characters of one
+TOKENIZER = "tokenizer.json"
 MOST_GROWTH = 100  # times a tokenizer may lengthen a text; published models' tokenizers stay at some tens
 
 
@@ -36,8 +37,8 @@ def load_tokenizer(folder: Path) -> Any:
 
     config, file = read_json(folder / "config.json"), folder / "tokenizer_config.json"
     settings = read_json(file) if file in companions(folder) else {}
-    if no_files := [path for path in folder.glob("additional_chat_templates/*") if not path.is_file()]:
-        raise InputError(f"{no_files[0]} is no file: expected a chat template")
+    if (others := settings.get("fast_tokenizer_files")) not in (None, [TOKENIZER]):
+        raise InputError(f"{file}: fast_tokenizer_files is {quoted(others)}: expected {TOKENIZER} alone; leave the field out")
     known = [_is_known(folder, fields.get("tokenizer_class")) for fields in (settings, config)]
     mapped = settings.get("auto_map")
     if (mapped.get("AutoTokenizer") if isinstance(mapped, dict) else mapped) and not any(known):
@@ -55,8 +56,8 @@ def load_tokenizer(folder: Path) -> Any:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         growth = _growth(getattr(tokenizer, "backend_tokenizer", None))
     names = tokenizer.vocab_files_names.values()
-    others = [*folder.glob("tokenizer.*"), *folder.glob("tekken.json")]
-    if names and not others and not any((folder / name).exists() for name in names):
+    vocabularies = [*folder.glob("tokenizer.*"), *folder.glob("tekken.json")]
+    if names and not vocabularies and not any((folder / name).exists() for name in names):
         raise InputError(f"{folder} has no vocabulary file: expected {' or '.join(names)}")
     if growth > MOST_GROWTH:
         raise InputError(
@@ -76,7 +77,7 @@ def _reads_as_its_file(tokenizer: Any, folder: Path) -> bool:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    file = folder / "tokenizer.json"
+    file = folder / TOKENIZER
     if type(tokenizer) is PreTrainedTokenizerFast:  # the plain class reads the file itself
         return True
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

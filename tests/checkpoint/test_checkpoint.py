@@ -362,6 +362,17 @@ def test_converters_refuse_to_overwrite_unless_forced(folder, tmp_path, capsys):
     assert f"{folder} is the source: choose another place" in capsys.readouterr().err
 
 
+def test_a_conversion_brings_the_vocabulary_and_all_templates(folder, tmp_path):
+    source = shutil.copytree(folder, tmp_path / "source")
+    (source / "additional_chat_templates").mkdir()
+    for name in ("tekken.json", "additional_chat_templates/tool_use.jinja"):
+        (source / name).write_text(name)
+    for flags in ([], ["--force"]):
+        assert convert("hf_to_orbax", [str(source), str(tmp_path / "orbax"), *flags]) == 0
+        for name in ("tekken.json", "additional_chat_templates/tool_use.jinja"):
+            assert (tmp_path / "orbax" / name).read_text() == name
+
+
 def test_failed_conversion_leaves_only_the_old_folder(folder, tmp_path, capsys, monkeypatch):
     target = tmp_path / "orbax"
     assert convert("hf_to_orbax", [str(folder), str(target)]) == 0

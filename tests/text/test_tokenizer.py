@@ -275,15 +275,27 @@ def test_what_is_no_file_is_told(tmp_path, name):
     os.mkfifo(file)  # reading a pipe without a writer would never end
     with pytest.raises(
         icejax.InputError,
-        match=rf"^{file} is (a folder, a pipe or a broken link: expected a file|no file: expected a chat template)",
+        match=rf"^{file} is a folder, a pipe or a broken link: expected a file",
     ):
         load_tokenizer(tmp_path / "model")
-    if file.parent == tmp_path / "model":
-        file.unlink()
-        file.touch()
-        os.truncate(file, 2**40)
-        with pytest.raises(icejax.InputError, match=f"^{file} has 1099511627776 bytes: expected at most 104857600$"):
-            load_tokenizer(tmp_path / "model")
+    file.unlink()
+    file.touch()
+    os.truncate(file, 2**40)
+    with pytest.raises(icejax.InputError, match=f"^{file} has 1099511627776 bytes: expected at most 104857600$"):
+        load_tokenizer(tmp_path / "model")
+
+
+@pytest.mark.parametrize("names", [["../other.json"], ["tokenizer.4.0.0.json", "tokenizer.json"], "x", []])
+def test_another_tokenizer_file_is_refused(tmp_path, names):
+    """transformers would read it in place of tokenizer.json, outside the folder too."""
+    shutil.copytree(ASSETS, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | dict(fast_tokenizer_files=names)))
+    with pytest.raises(icejax.InputError, match=rf"^{file}: fast_tokenizer_files is .*: expected tokenizer.json alone; leave"):
+        load_tokenizer(tmp_path / "model")
+    file.write_text(json.dumps(settings | dict(fast_tokenizer_files=["tokenizer.json"])))
+    assert load_tokenizer(tmp_path / "model")("ab").input_ids
 
 
 def test_one_that_lengthens_text_a_little_loads(tmp_path):
