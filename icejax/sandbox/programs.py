@@ -3,16 +3,20 @@
 The program has no network and sees no other process. It reads only Python's library, shared libraries of the system and one
 temporary folder, and writes only in that folder. The means are namespaces (unshare(2)), read-only mounts (mount_setattr(2)),
 Landlock, which closes all other files and devices and prevents new mounts, and a filter of system calls (seccomp(2)), without
-which a program could reach local sockets that have a name in the file system. Environment, input and output are empty. Memory,
-processor time, the number and sizes of files and the number of processes are limited, and root's rights are given up. A keeper
-process ends the program, and all processes that the program started, when its time is over or the caller is gone.
+which a program could reach local sockets that have a name in the file system, or keep memory that no limit counts. Environment,
+input and output are empty. Memory, processor time and the number of processes are limited, and root's rights are given up. A
+keeper process ends the program, and all processes that the program started, when its time is over, its folder holds too much or
+the caller is gone.
 
 This file is also the keeper's program, so it imports only the standard library.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
+import itertools
 import os
 import resource
 import select
@@ -21,7 +25,8 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,11 +39,13 @@ LIMITS = {
     resource.RLIMIT_NPROC: 8,
     resource.RLIMIT_CORE: 0,
 }
+MOST_FILES, MOST_BYTES = 1000, 2**26  # in the program's folder
+POLL_S = 0.1  # between two looks at the folder
 PATIENCE = 3  # wall-clock seconds per second of processor time, because the machine may be busy
 NOBODY = 65534
 # Constants of linux/sched.h, mount.h, prctl.h and landlock.h; the call numbers are the same on every processor.
 NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x00020000  # of users, processes, network, IPC and mounts
-BIND, HERE, BELOW, READ_ONLY, NO_NEW_PRIVILEGES = 4096, -100, 0x8000, 1, 38
+BIND, HERE, BELOW, READ_ONLY, NO_NEW_PRIVILEGES, PARENT_DEATH = 4096, -100, 0x8000, 1, 38, 1
 MOUNT_SETATTR, CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 442, 444, 445, 446
 VERSION, BENEATH, TRUNCATES = (
     1,
@@ -49,8 +56,12 @@ WRITE_FILE, WRITES = 0x2, 0x7FF2  # writing a file; writing, and removing, makin
 READ_FILE, READS = 0x4, 0xC  # reading a file; reading, and listing a folder
 LIBRARIES = (os.path.dirname(os.__file__), f"{sys.base_prefix}/lib", f"{sys.base_exec_prefix}/lib")  # of Python
 LIBRARIES += ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
-# Of each processor its name in linux/audit.h, and its numbers of socket(2) and socketpair(2).
-SOCKETS = {"x86_64": (0xC000003E, 41, 53), "aarch64": (0xC00000B7, 198, 199), "riscv64": (0xC00000F3, 198, 199)}
+# Of each processor its name in linux/audit.h, and its numbers of socketpair(2), socket(2), shmget(2) and memfd_create(2).
+CALLS = {
+    "x86_64": (0xC000003E, 53, 41, 29, 319),
+    "aarch64": (0xC00000B7, 199, 198, 194, 279),
+    "riscv64": (0xC00000F3, 199, 198, 194, 279),
+}
 IO_URING, X32 = 425, 0x40000000  # io_uring_setup(2), which makes sockets too; the first number of x86-64's other table of calls
 FILTER, STREAM = (22, 2), 1  # of prctl(2), for a filter of system calls; the type of a socket
 
@@ -73,9 +84,9 @@ def run(program: str, *, seconds: int = 10) -> str:
     """
     if not sys.platform.startswith("linux"):
         raise Unsafe(f"{sys.platform} has no namespaces and no Landlock, Linux has")
-    if (machine := os.uname().machine) not in SOCKETS:
-        raise Unsafe(f"the numbers of the system calls of {machine} are not known, those of {', '.join(SOCKETS)} are")
-    with tempfile.TemporaryDirectory() as folder:
+    if (machine := os.uname().machine) not in CALLS:
+        raise Unsafe(f"the numbers of the system calls of {machine} are not known, those of {', '.join(CALLS)} are")
+    with _own_folder() as folder:
         Path(folder, "program.py").write_text(program, encoding="utf-8", errors="replace")
         command = [sys.executable, "-I", "-S", __file__, folder, str(seconds)]
         # Nothing is written to stdin; it closes when the caller is gone, and then the keeper ends the program.
@@ -85,6 +96,43 @@ def run(program: str, *, seconds: int = 10) -> str:
     if keeper.returncode not in ENDS:
         raise Unsafe(messages[-1] if messages else f"the keeper's exit status is {keeper.returncode}")
     return ENDS[keeper.returncode]
+
+
+@contextlib.contextmanager
+def _own_folder() -> Iterator[str]:
+    """Yields an empty folder, which is removed at the end, however deep the folders in it are."""
+    folder = tempfile.mkdtemp()
+    try:
+        yield folder
+    finally:
+        names = itertools.count()
+        while entries := list(os.scandir(folder)):
+            for entry in entries:
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    continue
+                os.chmod(entry.path, 0o700)
+                for name in os.listdir(entry.path):  # what is in it moves up: names of any length would be too long
+                    os.rename(os.path.join(entry.path, name), os.path.join(folder, f".up-{next(names)}"))
+                os.rmdir(entry.path)
+        os.rmdir(folder)
+
+
+def _holds_too_much(folder: str) -> bool:
+    """Says whether a folder has more than `MOST_FILES` files or `MOST_BYTES`, or folders too deep for a name."""
+    folders, count, size = [folder], 0, 0
+    while folders:
+        try:
+            for entry in os.scandir(folders.pop()):
+                count, size = count + 1, size + entry.stat(follow_symlinks=False).st_size
+                if count > MOST_FILES or size > MOST_BYTES:
+                    return True
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                return True
+    return False
 
 
 def confine(folder: str) -> None:
@@ -120,14 +168,16 @@ def confine(folder: str) -> None:
         call(landlock, libc.syscall, ADD_RULE, rules, BENEATH, rule, 0)
     call(landlock, libc.prctl, NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     call(landlock, libc.syscall, RESTRICT_SELF, rules, 0)
-    code = _without_sockets(*SOCKETS[os.uname().machine])
+    code = _filter(*CALLS[os.uname().machine])
     program = ctypes.create_string_buffer(code, len(code))
     pointer = ctypes.create_string_buffer(struct.pack("@HP", len(code) // 8, ctypes.addressof(program)))
     call("no filter of system calls", libc.prctl, *FILTER, ctypes.addressof(pointer), 0, 0)
 
 
-def _without_sockets(processor: int, socket: int, pair: int) -> bytes:
+def _filter(processor: int, pair: int, socket: int, shared: int, anonymous: int) -> bytes:
     """Returns the instructions of a filter (linux/filter.h) that refuses sockets, but for pairs of connected streams.
+
+    It also refuses memory outside a process's address space, whose size alone is limited.
 
     An instruction has an operation, how many are skipped if it holds and if it does not, and a number. What is loaded stands in
     `struct seccomp_data`: the call's number at 0, the processor at 4, the second argument at 24.
@@ -135,8 +185,9 @@ def _without_sockets(processor: int, socket: int, pair: int) -> bytes:
     load, equal, at_least, every, end = 0x20, 0x15, 0x35, 0x54, 0x06
     refuse, allow = 0x50000 | 1, 0x7FFF0000  # EPERM
     instructions = (
-        (load, 0, 0, 4), (equal, 0, 8, processor),
-        (load, 0, 0, 0), (equal, 6, 0, socket), (equal, 5, 0, IO_URING), (at_least, 4, 0, X32), (equal, 0, 4, pair),
+        (load, 0, 0, 4), (equal, 0, 10, processor), (load, 0, 0, 0),
+        (equal, 8, 0, socket), (equal, 7, 0, shared), (equal, 6, 0, anonymous),
+        (equal, 5, 0, IO_URING), (at_least, 4, 0, X32), (equal, 0, 4, pair),
         (load, 0, 0, 24), (every, 0, 0, 0xF), (equal, 1, 0, STREAM), (end, 0, 0, refuse), (end, 0, 0, allow),
     )  # fmt: skip
     return b"".join(struct.pack("HBBI", *line) for line in instructions)
@@ -155,9 +206,13 @@ def _keep(folder: str, seconds: int) -> int:
     if worker == 0:
         _work(program, number, writing_end, seconds)
     os.close(writing_end)
-    select.select([os.pidfd_open(worker), sys.stdin], [], [], PATIENCE * seconds)
+    watched, stop = [os.pidfd_open(worker), sys.stdin], time.monotonic() + PATIENCE * seconds
+    while time.monotonic() < stop and not select.select(watched, [], [], POLL_S)[0] and not _holds_too_much("."):
+        pass
     os.kill(worker, signal.SIGKILL)  # the first process of its namespace, so all others end with it; harmless if it has ended
     _, status = os.waitpid(worker, 0)
+    if _holds_too_much("."):
+        return FAILED
     if os.read(reading_end, len(number)) == number:
         return PASSED
     killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL  # by us, or by the processor-time limit
@@ -167,6 +222,8 @@ def _keep(folder: str, seconds: int) -> int:
 def _work(program: str, number: bytes, writing_end: int, seconds: int) -> NoReturn:
     """Runs the program, and sends the number after its last line."""
     try:
+        os.setsid()  # a signal to the program's group does not reach the keeper
+        ctypes.CDLL(None).prctl(PARENT_DEATH, signal.SIGKILL, 0, 0, 0)
         for stream in range(3):
             os.dup2(os.open(os.devnull, os.O_RDWR), stream)
         for limit, maximum in (LIMITS | {resource.RLIMIT_CPU: seconds}).items():

@@ -57,6 +57,11 @@ def test_time_is_limited(program):
 
 # Attempt -> program, and the exception that it must raise in the programs.
 ATTEMPTS = {
+    "memory of no process": (
+        "import ctypes\nx = ctypes.CDLL(None, use_errno=True)\nif x.shmget(0, 4096, 0o1600) < 0: raise OSError(ctypes.get_errno(), '')",
+        "PermissionError",
+    ),
+    "memory without a name": ("import os; os.memfd_create('a')", "PermissionError"),
     "memory": ("x = bytearray(2**30)", "MemoryError"),
     "processes": ("import os, time\nfor _ in range(20):\n  if not os.fork(): time.sleep(5); os._exit(0)", "BlockingIOError"),
     "a large file": ("open('large', 'wb').write(bytes(2**25))", "OSError"),
@@ -165,6 +170,39 @@ def test_nothing_outlives_the_program_or_its_caller(tmp_path, monkeypatch):
     caller.kill()
     caller.wait()
     _wait(lambda: not _sandbox_processes(str(tmp_path)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal", [9, 19])
+def test_a_signal_to_the_programs_group_ends_no_keeper(tmp_path, monkeypatch, signal):
+    """Nor does it stop the keeper: a program that then sleeps is ended in time."""
+    monkeypatch.setattr(programs.tempfile, "tempdir", str(tmp_path))
+    program = f"import os, time\nos.kill(0, {signal})\nos.killpg(os.getpgrp(), {signal})\ntime.sleep(60)"
+    assert programs.run(program, seconds=1) in ("failed", "timed out")
+    assert not _sandbox_processes(str(tmp_path)) and not list(tmp_path.iterdir())
+
+
+TOO_MUCH = {
+    "files": "for i in range(3000): open(str(i), 'w')\nwhile True: pass",
+    "files, quickly": "for i in range(3000): open(str(i), 'w')",
+    "bytes": "for i in range(8): open(str(i), 'wb').write(bytes(2**24))",
+    "depth": "import os\nfor i in range(3000):\n  os.mkdir('a')\n  os.chdir('a')",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", TOO_MUCH)
+def test_a_folder_that_holds_too_much_fails_and_is_removed(what, tmp_path, monkeypatch):
+    monkeypatch.setattr(programs.tempfile, "tempdir", str(tmp_path))
+    assert programs.run(TOO_MUCH[what]) == "failed"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_folders_that_may_not_be_read_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(programs.tempfile, "tempdir", str(tmp_path))
+    program = "import os\nos.makedirs('a/b')\nos.symlink('/', 'a/c')\nos.chmod('a/b', 0)\nos.chmod('a', 0)"
+    assert programs.run(program) == "passed" and not list(tmp_path.iterdir())
 
 
 def _sandbox_processes(text: str) -> list[str]:
