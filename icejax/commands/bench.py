@@ -23,6 +23,7 @@ from icejax.commands.loading import load, model_name, tell_cache
 from icejax.commands.options import Parser
 from icejax.commands.terminal.phases import Phases
 from icejax.commands.terminal.process import ending, write
+from icejax.commands.terminal.stderr import stderr_console
 from icejax.evaluation.speed import Speed, SpeedTest, measure
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
@@ -59,7 +60,7 @@ def parser(name: str) -> Parser:
 def _parse_and_run(argv: list[str] | None, name: str) -> None:
     arguments = parser(name).parse_args(argv)
     with report_out_of_memory("use a smaller --depth, or a 16-bit --dtype", None):
-        run(arguments, Console(stderr=True))
+        run(arguments, stderr_console())
 
 
 def run(arguments: argparse.Namespace, console: Console) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from icejax.api.prompts import ContextFull, first_messages
@@ -22,6 +21,7 @@ from icejax.commands.terminal.lines import piped, typed
 from icejax.commands.terminal.phases import Phases
 from icejax.commands.terminal.printer import Printer
 from icejax.commands.terminal.process import OutputError, ending, instead_of_ending, uncut
+from icejax.commands.terminal.stderr import stderr_console
 from icejax.commands.texts import read_text
 from icejax.engine.request import AnswerOptions
 from icejax.engine.response import GenerationResponse, join
@@ -60,7 +60,7 @@ def _run(argv: list[str] | None, name: str) -> None:
     options.policy(arguments)
     options.template_arguments(arguments)
     options.memory_limits(arguments)  # bad options are reported before the model is loaded
-    answer = with_model_sampling(arguments, answer, Console(stderr=True))
+    answer = with_model_sampling(arguments, answer, stderr_console())
     options.tell_greedy(arguments, [answer.sampling])
     manager = claim(arguments.session, mark=ABOUT) if arguments.session is not None else contextlib.nullcontext()
     with report_out_of_memory("use shorter messages, or a 16-bit --dtype", arguments.session), manager as session_claim:
@@ -89,7 +89,7 @@ class Chat:
             held: the folder that the conversation is saved in after every answer; None: it is not saved.
             name: the prefix of error messages.
         """
-        self._console = Console(stderr=True, highlight=False)
+        self._console = stderr_console(highlight=False)
         self._arguments, self._answer, self._held, self._name = arguments, answer, held, name
         self._model, self._tokenizer = load(arguments, self._console)
         check_bias(answer.sampling, self._model.config.vocab_size)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
-
 from icejax.checkpoint.convert import hf_to_orbax, orbax_to_hf
 from icejax.checkpoint.folder import ORBAX, resolve
 from icejax.commands.options import Parser
 from icejax.commands.terminal.phases import progress
 from icejax.commands.terminal.process import ending
+from icejax.commands.terminal.stderr import stderr_console
 from icejax.runtime.out_of_memory import report_out_of_memory
 
 HF = "Hugging Face folder, GGUF file or hub id SRC -> icejax (Orbax) folder DST"
@@ -38,7 +37,7 @@ def _run(argv: list[str] | None, name: str, to: str | None) -> None:
     source = resolve(arguments.source, revision=arguments.revision)
     to_hf = to == "hf" or (to is None and (source / ORBAX).is_dir())
     advice = "convert with --mesh, or on a machine with more memory: two of the largest tensors are in memory at once"
-    with report_out_of_memory(advice, None), progress(Console(stderr=True)) as bars:
+    with report_out_of_memory(advice, None), progress(stderr_console()) as bars:
         bar = bars.add_task("convert", total=None)
 
         def show_progress(key: str, done: int, total: int) -> None:

@@ -26,6 +26,7 @@ from icejax.commands.group import in_group, is_first
 from icejax.commands.loading import load, model_name, tell_cache
 from icejax.commands.options import Parser
 from icejax.commands.terminal.process import ending, write
+from icejax.commands.terminal.stderr import stderr_console
 from icejax.engine.snapshot.fingerprint import fingerprint, weights_sum
 from icejax.evaluation.answers import Answers
 from icejax.files import private
@@ -87,7 +88,7 @@ def _parse_and_run(argv: list[str] | None, name: str) -> None:
     advice = "use a smaller --batch-size or --context-length, or a 16-bit --dtype"
     with in_group(arguments, name, alone=("compare", "ray")), report_out_of_memory(advice, None):
         if arguments.compare is None:
-            _run(arguments, Console(stderr=True))
+            _run(arguments, stderr_console())
             return
         if arguments.tasks is not None:
             raise InputError("--compare reads runs that are there, and runs none: leave --tasks out")

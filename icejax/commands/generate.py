@@ -22,6 +22,7 @@ from icejax.commands.requests import PromptLine, check_template_use
 from icejax.commands.terminal.phases import Phases
 from icejax.commands.terminal.process import ending
 from icejax.commands.terminal.show import answer, answers, table
+from icejax.commands.terminal.stderr import stderr_console
 from icejax.engine.request import AnswerOptions, Request
 from icejax.engine.sampling import check_bias
 from icejax.evaluation.attention_map import Explanation, check_picture
@@ -42,7 +43,7 @@ def _parse_and_run(argv: list[str] | None, name: str) -> None:
         logging.getLogger("icejax").setLevel(logging.INFO)
     advice = "use a shorter prompt, a smaller --batch-size, or a 16-bit --dtype"
     with in_group(arguments, name, alone=("session", "explain", "output")), report_out_of_memory(advice, arguments.session):
-        run(arguments, Console(stderr=True))
+        run(arguments, stderr_console())
 
 
 def run(arguments: argparse.Namespace, console: Console) -> None:

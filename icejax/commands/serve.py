@@ -9,14 +9,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from icejax.checks.errors import InputError, quoted
 from icejax.checks.numbers import integer, number
 from icejax.commands import options
 from icejax.commands.group import in_group
 from icejax.commands.options import Parser
 from icejax.commands.terminal.process import draining, ending, write
+from icejax.commands.terminal.stderr import stderr_console
 
 NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 KEY_VARIABLE = "ICEJAX_API_KEY"
@@ -74,7 +73,7 @@ def _parse_and_run(argv: list[str] | None, name: str) -> int:
     from icejax.commands.serving import run  # imports what the extra has
 
     with in_group(arguments, name, alone=("prefix_dir",)):
-        return run(arguments, Console(stderr=True), tell=write, draining=draining)
+        return run(arguments, stderr_console(), tell=write, draining=draining)
 
 
 def check(arguments: argparse.Namespace) -> None:

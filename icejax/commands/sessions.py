@@ -10,12 +10,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from rich.console import Console
-
 from icejax.checks.errors import InputError, printable, quoted, suggestion
 from icejax.commands.options import Parser
 from icejax.commands.terminal.phases import progress
 from icejax.commands.terminal.process import ending, write
+from icejax.commands.terminal.stderr import stderr_console
 from icejax.engine.snapshot.fingerprint import Damaged, damaged
 from icejax.files.atomic_folder import claim, current_folder, marked_folders
 from icejax.session.storage import ABOUT, ARRAYS, StoredSession, read_session
@@ -48,7 +47,7 @@ def _run(argv: list[str] | None, name: str) -> int:
     if arguments.remove is not None:
         rows = _remove(arguments.folder, folders, list(dict.fromkeys(arguments.remove)))
     else:
-        with progress(Console(stderr=True)) as bars:
+        with progress(stderr_console()) as bars:
             tracked = bars.track(folders.items(), description="sessions")
             rows = [_describe(name, path, verify=arguments.verify) for name, path in tracked]
     if arguments.json:

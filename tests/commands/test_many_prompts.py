@@ -1,5 +1,6 @@
 """Answers of a prompt file in a file that grows: shares, a run that continues, and refusals."""
 
+import errno
 import json
 import os
 
@@ -9,6 +10,7 @@ import icejax
 from icejax.cache.registry import Full
 from icejax.checks.errors import InputError
 from icejax.commands.many import answerer, output, run
+from icejax.files.whole_lines import WholeLines
 from tests.helpers.commands import run as command
 
 PROMPTS = [{"id": "a", "prompt": "import os\n"}, {"prompt": "def f(", "max_new_tokens": 2}, {"id": 7, "prompt": "x = 1\n"}]
@@ -107,6 +109,23 @@ def test_what_is_not_theirs_is_refused_and_stays(capsys, files, asked):
     answers.unlink()
     assert command(capsys, *flags)[2].endswith("line 2: 'prompt' must be text, got 1\n") and not answers.exists()
     assert len(asked) == 1
+
+
+def test_a_full_disk_is_one_line(capsys, files, asked, monkeypatch):
+    prompts, answers = files
+    add, added = WholeLines.add, []
+
+    def full(self, line):
+        added.append(line)
+        if len(added) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        add(self, line)
+
+    monkeypatch.setattr(WholeLines, "add", full)
+    told = f"{answers} cannot be written: No space left on device; what was written before is kept"
+    flags = ["-f", str(prompts), "-o", str(answers), "--batch-size", "1"]
+    assert command(capsys, *flags) == (2, "", f"icejax.generate: error: {told}\n")
+    assert len(lines(answers)) == 1 and command(capsys, *flags)[0] == 0 and len(lines(answers)) == 3
 
 
 def test_a_file_that_changes_under_a_run_is_told(files):

@@ -228,6 +228,21 @@ def test_closed_stdin_and_stderr_do_no_harm():
     assert subprocess.run(["sh", "-c", f"{line} --budget x 2>&-"], capture_output=True).returncode == 2
 
 
+@LINUX
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["2>/dev/full", "2>&-", "2> pipe"])
+def test_messages_that_stderr_cannot_take_leave_the_answer(tmp_path, where):
+    """stderr is full, closed, or a pipe whose reader has gone."""
+    line = f"{sys.executable} -m icejax.generate --prompt x --max-new-tokens 2"  # its first message tells the cache
+    os.mkfifo(tmp_path / "pipe")
+    script = f"head -c0 < pipe & exec {line} {where}" if "pipe" in where else f"exec {line} {where}"
+    expected = subprocess.run(["sh", "-c", f"{line} --quiet"], capture_output=True)
+    process = subprocess.run(
+        ["sh", "-c", script], stdout=subprocess.PIPE, cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.getcwd()}
+    )
+    assert (process.returncode, process.stdout) == (0, expected.stdout) and expected.stdout
+
+
 def test_stdout_of_few_characters_gets_escapes():
     code = """
 import sys

@@ -32,7 +32,7 @@ class Output:
         try:
             self._lines = WholeLines(path, path.open("x+b") if not path.exists() else path.open("r+b"), self._take)
         except OSError as error:
-            raise InputError(f"{path} cannot be used: {error.strerror}") from None
+            raise InputError(f"{path} cannot be used: {error.strerror or error}") from None
 
     def check(self, lines: list[Line]) -> None:
         """Raises InputError if an answer in the file is none of these lines'."""
@@ -44,14 +44,19 @@ class Output:
             )
 
     def add(self, line: Line, fields: dict[str, Any]) -> None:
-        """Writes an answer, unless the line has one."""
+        """Writes an answer, unless the line has one; InputError: the disk is full or broken."""
         if line.key not in self.keys:
-            self._lines.add(json.dumps({"line": line.number, "key": line.key} | fields, ensure_ascii=False).encode())
+            text = json.dumps({"line": line.number, "key": line.key} | fields, ensure_ascii=False)
+            try:
+                self._lines.add(text.encode())
+            except OSError as error:
+                raise InputError(f"{self._path} cannot be written: {error.strerror}; what was written before is kept") from None
             self.keys.add(line.key)
 
     def close(self) -> None:
         """Lets another process write the file."""
-        self._lines.close()
+        with contextlib.suppress(OSError):  # of what `add` could not write
+            self._lines.close()
 
     def _take(self, line: bytes) -> None:
         try:
