@@ -15,6 +15,7 @@ from icejax.engine.sampling import check_bias
 from icejax.engine.serving.job import Job
 from icejax.models.decoder import CausalLM
 from icejax.runtime.compile_clock import Mark
+from icejax.text.detokenize import check_stops
 from icejax.text.grammar.matcher import compiled
 
 MOST_SAMPLES = 1024  # answers to a prompt
@@ -29,6 +30,7 @@ def jobs_of(
     answers = [request.options(answer) for request in prompts]
     for request, row_answer in zip(prompts, answers, strict=True):
         check_bias(row_answer.sampling, model.config.vocab_size, place=f"prompt {request.index + 1}: ")
+        check_stops(tokenizer, row_answer.stop, place=f"prompt {request.index + 1}: ")
     started, jobs = Mark.now(), []
     texts = dict(context_length=context_length, special_tokens=answer.special_tokens, parse_special=answer.parse_special)
     for i, (request, options) in enumerate(zip(prompts, answers, strict=True)):
@@ -48,6 +50,7 @@ def jobs_of(
         seed, index = (answer.seed, request.index) if request.seed is None else (request.seed, 0)
         fields = dict(tokens=tokens, options=options, limit=limit, started=started, index=i, number=request.index + 1)
         fields |= dict(forced=forced, prompt_logprobs=request.prompt_logprobs, explain=request.explain, grammar=request.grammar)
+        fields |= dict(whole_text=request.whole_text)
         matcher = None
         if request.grammar is not None:
             known = dict(eos=model.config.eos_token_ids, vocabulary=model.config.vocab_size)

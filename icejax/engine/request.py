@@ -87,6 +87,7 @@ class Request:
             ends with `stop` where the grammar ends. None: it may be anything.
         explain: whether pieces of the answer have their `attention`. Such a prompt uses no cached prefix, and steps of its row
             wait for the host.
+        whole_text: whether thoughts and their marks stay in the `text` of an answer; False: thoughts are its `reasoning`.
 
     Raises:
         InputError: a number, a forced token or a flag is out of range, `sampling` is no `Sampling`, `grammar` is no `Grammar`,
@@ -106,6 +107,7 @@ class Request:
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     explain: bool = False
+    whole_text: bool = False
 
     def __post_init__(self) -> None:
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
@@ -123,6 +125,7 @@ class Request:
             forced = tuple(integer("a token of forced_tokens", token, least=0) for token in self.forced_tokens)
             object.__setattr__(self, "forced_tokens", forced)
         flags = dict(special_tokens=self.special_tokens, parse_special=self.parse_special, explain=self.explain)
+        flags |= dict(whole_text=self.whole_text)
         _check_flags(**{name: value for name, value in flags.items() if value is not None})
 
     def options(self, others: AnswerOptions) -> AnswerOptions:

@@ -18,7 +18,7 @@ FIELDS = {f"guided_{name}": name for name in MAKERS} | {"grammar": "grammar", "j
 
 def grammar_of(fields: AnswerFields) -> Grammar | None:
     """Returns the grammar of the answers; None: they may be anything. ApiError 400 for two, or one that cannot be made."""
-    asked = {name: (kind, value) for name, kind in FIELDS.items() if (value := getattr(fields, name)) is not None}
+    asked = {name: (kind, value) for name, kind in FIELDS.items() if (value := getattr(fields, name)) not in (None, "")}
     if fields.structured_outputs is not None:
         asked["structured_outputs"] = _structured(fields.structured_outputs)
     if (fields.response_format or {}).get("type", "text") != "text":

@@ -39,6 +39,22 @@ def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     return stop
 
 
+def special_names(tokenizer: Any) -> dict[int, str]:
+    """Returns the names of a tokenizer's special tokens by id."""
+    added = getattr(tokenizer, "added_tokens_decoder", None)  # not all tokenizers have the attribute
+    added = added if isinstance(added, Mapping) else {}
+    return {number: token.content for number, token in added.items() if token.special}
+
+
+def check_stops(tokenizer: Any, stop: Sequence[str], *, place: str = "") -> None:
+    """Raises InputError if a stop string combines a special token with other text; the message begins with `place`."""
+    for string in stop:
+        for name in special_names(tokenizer).values():
+            if name and name in string and name != string:
+                told = f"stop string {quoted(string)} holds the special token {quoted(name)}, which is no text: give it alone"
+                raise InputError(f"{place}{told}")
+
+
 def decoded(tokenizer: Any, tokens: list[int], **options: bool) -> str:
     """Returns the text of tokens, with a question mark for each lone surrogate, which no output could encode.
 
@@ -63,16 +79,8 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, before: Sequence[int] = ()) -> None:
-        self.stopped = False
-        added = getattr(tokenizer, "added_tokens_decoder", None)  # not all tokenizers have the attribute
-        added = added if isinstance(added, Mapping) else {}
-        self._special = {number: token.content for number, token in added.items() if token.special}
-        for string in stop:
-            for name in self._special.values():
-                if name and name in string and name != string:
-                    raise InputError(
-                        f"stop string {quoted(string)} holds the special token {quoted(name)}, which is no text: give it alone"
-                    )
+        check_stops(tokenizer, stop)
+        self.stopped, self._special = False, special_names(tokenizer)
         self._tokenizer, self._stop = tokenizer, sorted(stop)
         self._longest = max(map(len, stop), default=0)
         self._tokens = self._context(before)

@@ -81,6 +81,10 @@ WRONG = {
         dict(prompt=icejax.Request(prompt="a", max_new_tokens=41)),
         "max_new_tokens is 41 and the engine's rows",
     ),
+    "a stop string with a special token": (
+        dict(prompt="a", stop="\n<eos>"),
+        r"^prompt 1: stop string '\\n<eos>' holds the special token '<eos>', which is no text: give it alone$",
+    ),
     "seed": (dict(prompt="a", seed=-1), "seed must be at least 0, got -1"),
 }
 

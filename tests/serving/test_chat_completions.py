@@ -85,8 +85,13 @@ def test_thoughts_come_apart(chatty):
     with live(Service(names=("m",), root="m"), start) as server:
         answer = server.ask(PATH, body)
         events = server.events(PATH, body | dict(stream=True))
+        form = dict(structured_outputs=dict(regex="<think>b</think> c"), max_tokens=40, temperature=0)
+        completion = server.ask("/v1/completions", dict(prompt="x", **form))["choices"][0]["text"]
+        pieces = server.events("/v1/completions", dict(prompt="x", stream=True, **form))
         tokens = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
     message, deltas = answer["choices"][0]["message"], [event["choices"][0]["delta"] for event in events]
     assert message["reasoning"] == message["reasoning_content"] == expected.reasoning and message["content"] == expected.text
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == expected.reasoning
     assert all("content" in delta for delta in deltas) and 0 < tokens <= 9
+    # Thoughts and their marks stay in a completion.
+    assert completion.startswith("<think>") and completion == "".join(piece["choices"][0]["text"] for piece in pieces)

@@ -18,7 +18,7 @@ from icejax.engine.response import Attention, GenerationResponse, TokenLogprobs
 from icejax.runtime.compile_clock import Mark
 from icejax.text.detokenize import Detokenizer
 from icejax.text.grammar.matcher import Matcher
-from icejax.text.reasoning import Parts, splitter
+from icejax.text.reasoning import Parts, Whole, splitter
 
 PICTURES = 4  # tokens from one picture of a row's attention to the next
 
@@ -56,11 +56,13 @@ class Row:
         logprobs: int | None = None,
         forced: Sequence[int] = (),
         matcher: Matcher | None = None,
+        whole_text: bool = False,
         started: Mark | None = None,
     ) -> None:
         """Begins a row without tokens, whose prefill begins now.
 
         Args:
+            whole_text: as in `Request`.
             started: the start of the call, from which the time to the first token is counted; None: now.
         """
         self.tokenizer, self.prompt, self.logprobs = tokenizer, tuple(prompt), logprobs
@@ -72,7 +74,8 @@ class Row:
         self.attention: AttentionMap | None = None
         self.totals = NOTHING
         self.finish_reason: str | None = None
-        self._text, self._splitter = Detokenizer(tokenizer, stop, before=self.prompt), splitter(tokenizer, self.prompt)
+        self._text = Detokenizer(tokenizer, stop, before=self.prompt)
+        self._splitter = Whole() if whole_text else splitter(tokenizer, self.prompt)
         self._eos, self.limit = eos, limit
         self._started, self._prefill_from = started or Mark.now(), time.perf_counter()
         self._ready, self._read_at = self._started, list[float]()

@@ -29,7 +29,7 @@ class Job:
         sample: number of the answer among the answers to the prompt, from 0.
         samples: number of answers to the prompt.
         forced: tokens of the answer in place of the model's choices; empty: the model answers.
-        prompt_logprobs, explain: as in `Request`.
+        prompt_logprobs, explain, whole_text: as in `Request`.
         grammar: what the answer's text may be; None: anything.
         matcher: the beginning of the answer in its grammar, for this answer alone; None: it has none.
     """
@@ -47,6 +47,7 @@ class Job:
     forced: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     explain: bool = False
+    whole_text: bool = False
     grammar: Grammar | None = None
     matcher: Matcher | None = None
 
@@ -58,7 +59,7 @@ class Job:
     def row(self, tokenizer: Any, eos: tuple[int, ...]) -> Row:
         """Returns the record of the row that answers the prompt, whose prefill begins now."""
         options = dict(index=self.index, number=self.number, logprobs=self.options.logprobs, started=self.started)
-        options |= dict(sample=self.sample, forced=self.forced, matcher=self.matcher)
+        options |= dict(sample=self.sample, forced=self.forced, matcher=self.matcher, whole_text=self.whole_text)
         return Row(tokenizer, self.options.stop, eos, self.tokens.tolist(), self.limit, **options)
 
 

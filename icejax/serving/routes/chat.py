@@ -115,7 +115,11 @@ def answer_grammar(fields: AnswerFields, asked_for: Asked | None) -> Grammar | N
     grammar = grammar_of(fields)
     call = None if asked_for is None else checked("tools", asked_for.grammar)
     if grammar is not None and call is not None:
-        raise ApiError(400, "the request requires a call and has response_format: give one of them", param="response_format")
+        raise ApiError(
+            400,
+            "the request asks for a call, or has strict tools, and has response_format: give one of them",
+            param="response_format",
+        )
     return grammar or call
 
 

@@ -50,7 +50,7 @@ async def completions(request: Request) -> Response:
     reading = dict(special_tokens=fields.add_special_tokens is not False, parse_special=fields.parse_special is not False)
     options |= dict(logprobs=fields.logprobs, cache_salt=parameters.salt_of(fields, owner_of(request)), **reading)
     scored = fields.logprobs if fields.echo else None
-    asked = dict(grammar=grammar_of(fields), explain=explains(fields))
+    asked = dict(grammar=grammar_of(fields), explain=explains(fields), whole_text=True)
     if fields.suffix:
         _check_suffix(service, fields, prompts)
         options["stop"] += infill_ends(service.tokenizer)
@@ -89,7 +89,7 @@ async def completions(request: Request) -> Response:
     chunk, last = chunks(about, answers.usage, fields.stream_options)
 
     def of_piece(index: int, piece: GenerationResponse) -> list[bytes]:
-        text = _text(piece) if fields.max_tokens != 0 else ""
+        text = piece.text if fields.max_tokens != 0 else ""
         echo = echoed[index // n] if index not in begun else ""
         begun.add(index)
         logprobs = _logprobs(piece.logprobs, offset=offsets[index])
@@ -122,11 +122,6 @@ def _echoed(tokenizer: Any, prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else decoded(tokenizer, list(prompt))
 
 
-def _text(response: GenerationResponse) -> str:
-    """Returns the whole text of an answer: this endpoint has no other place for the model's thoughts."""
-    return (response.reasoning or "") + response.text
-
-
 def _choice(index: int, response: GenerationResponse, echoed: str, first: str | None, *, only_echo: bool) -> dict[str, Any]:
     """Returns a choice.
 
@@ -135,7 +130,7 @@ def _choice(index: int, response: GenerationResponse, echoed: str, first: str | 
         first: the name of the prompt's first token, which has no log-probability.
         only_echo: whether the answer, of one token, was not asked for.
     """
-    text = echoed + ("" if only_echo else _text(response))
+    text = echoed + ("" if only_echo else response.text)
     tokens = None if only_echo and response.logprobs is not None else response.logprobs
     if response.prompt_logprobs is None:
         logprobs = _logprobs(tokens, offset=len(echoed))

@@ -47,7 +47,8 @@ class MarkedParser(Parser):
         if ready:
             events.append(Text(ready))
         if mark:
-            self._held, self._inside, self._raw, self._reader = behind, True, mark, self._new_reader()
+            self._raw = before[len(ready) :] + mark  # what becomes text again if no call follows
+            self._held, self._inside, self._reader = behind, True, self._new_reader()
         else:
             self._held = self._held[len(ready) :]
         return bool(mark)

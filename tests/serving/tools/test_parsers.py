@@ -67,6 +67,10 @@ TRANSCRIPTS = [
     ("hermes", '<tool_call>{"name": "f"', [Text('<tool_call>{"name": "f"')]),
     ("hermes", '<tool_call>{"name": "f"}</tool_', call(0, "f", "{}")),
     ("hermes", "plain \n", [Text("plain \n")]),
+    ("hermes", "Use <tool_call> to call.", [Text("Use <tool_call> to call.")]),
+    ("hermes", "```\n<tool_call>\n```", [Text("```\n<tool_call>\n```")]),
+    ("mistral", "Write [TOOL_CALLS] now", [Text("Write [TOOL_CALLS] now")]),
+    ("qwencoder", "So:\n\n<tool_call> and", [Text("So:\n\n<tool_call> and")]),
     ("llama", f'{{"name": "f", "parameters": {OSLO}}}', call(0, "f", OSLO)),
     ("llama", f'<|python_tag|>{{"type": "function", "name": "f", "parameters": {TRICKY}}}', call(0, "f", TRICKY)),
     (
