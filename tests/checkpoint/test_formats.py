@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from icejax.api import generate as generation
@@ -37,6 +38,13 @@ def group(**changes) -> dict:
     return config
 
 
+def several(**weights) -> dict:
+    """A config with a group of all modules, and then one for each of these names; the latter count there."""
+    config = group()
+    others = {name: {"targets": [f"re:.*{name}$"], "weights": value} for name, value in weights.items()}
+    return config | {"config_groups": config["config_groups"] | others}
+
+
 def layouts(config: dict, *modules: str) -> list[bool]:
     """Returns, for each module, whether `config` quantises it."""
     raw, shapes = {"quantization_config": config}, {f"{module}.weight": (64, 64) for module in modules}
@@ -65,6 +73,7 @@ NAMES = (
         (group() | {"config_groups": {}}, "0 0 0 0 0"),
         (group() | {"config_groups": {"a": group()["config_groups"]["group_0"] | {"targets": ["re:.*up_proj$"]}}}, "0 0 1 1 0"),
         (group() | {"config_groups": {"a": {"targets": ["Linear"], "weights": None}}}, "0 0 0 0 0"),
+        (several(up_proj=None), "0 0 0 0 1"),
     ],
 )
 def test_modules_are_left_as_they_are_by_name(config, quantised):
@@ -86,6 +95,7 @@ PUBLISHED = {
     "Qwen2.5-7B-Instruct-AWQ": dict(
         bits=4, group_size=128, modules_to_not_convert=None, quant_method="awq", version="gemm", zero_point=True
     ),
+    "AWQ saved by transformers 5": hf.AwqConfig(modules_to_not_convert=["lm_head"]).to_dict(),
     "Qwen2.5-7B-Instruct-GPTQ-Int4": dict(
         batch_size=1, bits=4, block_name_to_quantize=None, cache_block_outputs=True, damp_percent=0.01, dataset=None,
         desc_act=False, exllama_config={"version": 1}, group_size=128, max_input_length=None, model_seqlen=None,
@@ -120,6 +130,7 @@ NOT_READ = {
     "no bits": (FORMATS["gptq"].config | {"bits": None}, "has no 'bits', which a gptq model needs"),
     "no group": (FORMATS["gptq"].config | {"group_size": 0}, "'group_size' must be at least 1, got 0"),
     "gemv": (FORMATS["awq"].config | {"version": "gemv"}, "'version' must be one of gemm, got 'gemv'"),
+    "gemv's format": (FORMATS["awq"].config | {"version": None, "format": "gemv"}, "'version' must be one of gemm, got 'gemv'"),
     "one side": (fp8(weight_block_size=[128]), "'weight_block_size' must be rows and columns, got [128]"),
     "e5m2": (fp8(fmt="e5m2"), "fmt='e5m2' is not supported (only 'e4m3')"),
     "unknown field": (fp8(rotation="hadamard"), "field 'rotation' ('hadamard') is not known here and may change"),

@@ -226,7 +226,7 @@ FAMILIES = (
         "one-group", n_group=1, topk_group=1, rope_interleave=False, q_lora_rank=None, attention_bias=True, norm_topk_prob=False,
         v_head_dim=28, rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.3),
     ),
-    _deepseek_v2("lite", q_lora_rank=None, first_k_dense_replace=1, routed_scaling_factor=1.5),
+    _deepseek_v2("lite", q_lora_rank=None, first_k_dense_replace=1, routed_scaling_factor=1.5, rope_interleave=False),
     _deepseek_v2(
         "groups", n_group=4, topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=16.0, n_shared_experts=1,
         attention_bias=True, mlp_bias=True,

@@ -23,6 +23,7 @@ from icejax.checks.errors import InputError, quoted
 from icejax.models.hf.fields import Fields
 
 LOG = logging.getLogger(__name__)
+LINEAR = "Linear"  # the class of a module, as compressed-tensors names it
 SMALLEST_GROUP = 16  # columns per scale: fewer would take more bits than int8
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 KEPT = (EMBEDDING, HEAD, ".gate.weight", ".router.weight", ".router.proj.weight")  # never quantised
@@ -196,7 +197,8 @@ def _fp8(fields: Fields) -> Layouts:
 
 def _awq(fields: Fields) -> Layouts:
     numbers.one_of(f"{SOURCE}: 'bits'", fields.whole("bits", default=4), (4,))
-    numbers.one_of(f"{SOURCE}: 'version'", fields.take("version", str, default="gemm").lower(), ("gemm",))
+    names = [fields.take(name, str, default="") for name in ("version", "checkpoint_format", "format")]  # one, or all
+    numbers.one_of(f"{SOURCE}: 'version'", next(filter(None, names), "gemm").lower(), ("gemm",))
     return _except(module_names(fields, "modules_to_not_convert"), Awq(block=(1, _group(fields, "group_size", default=128))))
 
 
@@ -228,13 +230,15 @@ def _compressed(fields: Fields) -> Layouts:
         targets, stored_format = module_names(group, "targets"), group.take("format", str, default=default)
         weights = group.take("weights", dict, default=None)
         group.refuse_others(neutral=NEUTRAL, irrelevant=IRRELEVANT)
-        if weights is not None:
-            groups.append((targets, _compressed_layout(stored_format, Fields(weights, f"{group.source}.weights"))))
+        layout = None if weights is None else _compressed_layout(stored_format, Fields(weights, f"{group.source}.weights"))
+        groups += [(target, layout) for target in targets]
+    # As in compressed-tensors: a module's name counts before an expression, and this before the class.
+    groups.sort(key=lambda group: (group[0] == LINEAR, group[0].startswith("re:"), group[0]))
 
     def layout(names: Sequence[str]) -> Layout | None:
         if modules.fits_any(names, ignored):
             return None
-        return next((layout for targets, layout in groups if "Linear" in targets or modules.fits_any(names, targets)), None)
+        return next((layout for target, layout in groups if target == LINEAR or modules.fits_any(names, [target])), None)
 
     return layout
 

@@ -45,7 +45,7 @@ def read_v2_config(raw: dict[str, Any]) -> ModelConfig:
     """
     if (raw.get("topk_method") or "greedy") == "greedy":
         raw = raw | dict(n_group=1, topk_group=1)  # greedy routing ignores the groups of the config
-    fields, values = latent(V2 | raw)
+    fields, values = latent(V2 | raw | dict(rope_interleave=True))  # as in transformers, whatever the config says
     method = fields.take("topk_method", str, default="greedy")
     numbers.one_of("config.json: 'topk_method'", method, ("greedy", "group_limited_greedy"))
     values["mlp_bias"] = fields.take("mlp_bias", bool, default=False)

@@ -33,7 +33,7 @@ def read_lite_config(raw: dict[str, Any]) -> ModelConfig:
     fields, values = latent({"rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8, **raw})
     layers = values["num_hidden_layers"]
     values |= mixture(fields, layers, routing=SIGMOID)
-    listed = fields.take("mlp_layer_types", list, default=None)
+    listed, values["dense_layers"] = fields.take("mlp_layer_types", list, default=None), (0,)  # not `first_k_dense_replace`
     if listed is not None:
         if len(listed) != layers or any(kind not in MLPS for kind in listed):
             got = f"{quoted(listed)} ({len(listed)})"
