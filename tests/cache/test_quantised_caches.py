@@ -13,7 +13,7 @@ from icejax.cache.registry import Q4_0, Q8_0, Kivi
 from icejax.cache.sizes import CacheSpec
 from icejax.checks.errors import InputError
 from icejax.ops import group_codes
-from icejax.ops.attention.dense import Attended, Scoring
+from icejax.ops.attention.dense import Attended, Scoring, attend_blocks
 from tests import tolerances
 from tests.helpers.layer import PROMPT, Layer, draw
 from tests.helpers.run import jitted
@@ -128,6 +128,21 @@ def test_rows_that_join_a_batch_decode_as_before(policy):
     for step in range(4):
         outs = [layer.step(*(x[step] for x in new)) for layer in (early, late)]
         np.testing.assert_array_equal(outs[0], outs[1], err_msg=f"step {step}")
+
+
+def test_a_free_place_makes_a_step_read_no_block_twice():
+    """Its length grows with every step of the batch, beyond the cache."""
+    reads = []
+
+    def read(start, count):
+        jax.debug.callback(lambda: reads.append(1))
+        return (jnp.zeros((2, 1, count, 8)),) * 2
+
+    lengths = jnp.array([10, 100_000])
+    sizes = dict(kv_heads=1, slots=64, value_dim=8, block=32, scoring=Scoring(scale=1.0))
+    attend_blocks(jnp.zeros((2, 1, 1, 8)), read, seen=lengths, below=lengths, lengths=jnp.ones(2, int), **sizes)
+    jax.effects_barrier()
+    assert len(reads) == 2
 
 
 def test_a_latent_layer_has_the_attention_of_values_in_its_keys():

@@ -161,7 +161,7 @@ def attend_blocks(
         shape = (batch, kv_heads, count)
         empty = jnp.zeros((*shape, value_dim)), jnp.zeros(shape), jnp.full(shape, -jnp.inf)
         first = 0 if window is None else jnp.maximum(0, (fewest + first_query - window + 1) // block)
-        last = jnp.minimum(most + first_query + queries_per_block, slots) if below is None else below.max()
+        last = jnp.minimum(most + first_query + queries_per_block, slots) if below is None else jnp.minimum(below.max(), slots)
         last = (last + block - 1) // block
         total, weight, highest = lax.fori_loop(first, last, key_block, empty)
         mean = total / (weight if below is None else jnp.maximum(weight, 1e-30))[..., None]
