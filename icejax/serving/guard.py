@@ -63,7 +63,7 @@ class Guard:
         service = self._service
         if service.hosts and _name(request.headers.get("host", "")) not in service.hosts:
             raise ApiError(403, f"the server is known as {' or '.join(service.hosts)} alone: use that name, or --api-key")
-        origin = request.headers.get("origin")
+        origin = None if service.keys else request.headers.get("origin")  # no browser adds a key by itself
         if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
             raise ApiError(403, "pages of other sites may not call this server")
         if service.keys and request.scope["path"] not in OPEN and not _is_known(key_of(request), service.keys):

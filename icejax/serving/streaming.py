@@ -50,7 +50,7 @@ def chunks(about: dict[str, Any], usage: Usage, options: Any) -> tuple[Callable[
     return chunk, lambda: [chunk([], usage_now=True)] if has_usage else []
 
 
-CUT = ApiError(503, "the answer was cut: the server stops", code="draining")
+CUT = "draining"  # the code of the error of answers that the server cut
 
 
 @contextlib.asynccontextmanager
@@ -86,8 +86,12 @@ async def whole_response(
     async with open_while(request.receive, answers, service):
         responses = await answers.whole(read)
     if responses is None:
-        raise CUT
+        raise _cut()
     return json_response(body(responses))
+
+
+def _cut() -> ApiError:
+    return ApiError(503, "the answer was cut: the server stops", code=CUT)
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -136,11 +140,11 @@ class EventStream(Response):
                 async for item in self._answers.pieces(patience=PATIENCE_S):
                     await write(self._waits() if item is None else b"".join(self._of_piece(*item)))
                 if not self._answers.over:
-                    raise CUT
+                    raise _cut()
                 await write(b"".join(self._last()) + self._done)
             except Exception as error:
                 failure = api_error(error)
-                if failure.status >= 500 and failure is not CUT:
+                if failure.status >= 500 and failure.code != CUT:
                     self._service.failed_on(error)
                 await write(self._failed(failure))
             await write(b"", more=False)

@@ -91,6 +91,11 @@ def test_an_echo_alone_has_no_answer(server):
     assert (choice["text"], len(choice["logprobs"]["tokens"])) == ("import ", 7)
     assert answer["usage"]["completion_tokens"] == 0
     assert server.ask(PATH, dict(prompt=[*b"ab"], max_tokens=0, echo=True))["choices"][0]["text"] == "ab"
+    body = dict(prompt=["ab", "c"], max_tokens=0, echo=True, stream=True, stream_options=dict(include_usage=True))
+    *events, last = server.events(PATH, body)
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (3, 0)
+    assert sorted(event["choices"][0]["text"] for event in events) == ["ab", "c"]
+    assert {event["choices"][0]["finish_reason"] for event in events} == {"length"}
 
 
 def test_a_stream_has_an_event_per_token(server, alone):

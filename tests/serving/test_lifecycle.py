@@ -1,10 +1,12 @@
 """The life of a server, with engines that are made up: loading, keys, hosts, draining, failures, and what the log tells."""
 
 import dataclasses
+import gc
 import json
 import logging
 import socket
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -122,6 +124,10 @@ def test_pages_of_other_sites_and_names_are_refused(engine):
         assert server.refusal(COMPLETIONS, BODY, status=403, Origin="http://evil.example")["type"] == "permission_error"
         assert server.ask("/v1/models", Origin=f"http://127.0.0.1:{server.port}")["data"]
     assert engine.asked == []
+    with served(engine, keys=("sk-1",)) as server:  # no browser adds a key by itself, and a proxy may change the Host
+        origin = dict(Origin="https://chat.example")
+        assert server.ask("/v1/models", Authorization="Bearer sk-1", **origin)["data"]
+        server.refusal(COMPLETIONS, BODY, status=401, **origin)
 
 
 def test_answers_that_run_come_to_their_end_while_the_server_drains(engine):
@@ -159,6 +165,26 @@ def test_a_body_that_ends_while_the_server_drains_is_refused(engine, monkeypatch
         assert client.makefile("rb").readline().split()[1] == b"503"
         server.thread.join(20)
     assert engine.asked == [] and server.errors == []
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_nothing_is_left_of_a_request_whose_client_has_gone(engine, streams):
+    with served(engine) as server:
+        connection = server.connect()
+        connection.request("POST", COMPLETIONS, json.dumps(BODY | dict(stream=streams)), {"Content-Type": "application/json"})
+        wait_for(lambda: engine.handles and engine.handles[0].listener)
+        connection.close()
+        wait_for(lambda: engine.handles[0].cancelled)
+        engine.handles[0].give(None)
+        handle = weakref.ref(engine.handles.pop())
+        engine.asked.clear()
+        server.refusal("/v1/none", None, status=404)  # a later request
+
+        def is_gone() -> bool:
+            gc.collect()
+            return handle() is None
+
+        wait_for(is_gone)
 
 
 def test_an_answer_that_takes_too_long_is_cut(engine, caplog):

@@ -1,6 +1,7 @@
 """The page at `/` in a headless Chromium, against an engine whose answers the test gives, and once against a model."""
 
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
@@ -163,6 +164,38 @@ def test_a_dropped_file_stands_before_the_question(open_page, server, engine):
     assert page.run("document.querySelector('#document').hidden")
 
 
+def test_no_question_goes_before_its_document_is_read(open_page, server, engine, monkeypatch):
+    """Of two files the one that was dropped last is the document, and a new chat has none."""
+    page, read, released = open_page(server), [], threading.Event()
+    tokens = Service.tokens
+
+    def slow(self, prompt, **options):
+        read.append(prompt)
+        if len(read) in (1, 3):
+            assert released.wait(60)
+        return tokens(self, prompt, **options)
+
+    monkeypatch.setattr(Service, "tokens", slow)
+    drop(page, "first.txt", "The key is 7.")
+    page.wait(f"{TEXT}.includes('first.txt is read')")
+    ask(page, "Which key?")
+    assert engine.asked == [] and page.run("document.querySelector('#send').disabled")
+    drop(page, "second.txt", "The key is eight.")
+    page.wait(f"{TEXT}.includes('second.txt, 17 tokens')")
+    released.set()
+    page.wait("!document.querySelector('#send').disabled")
+    page.click("#send")
+    newest(engine).give(piece("8", "stop"))
+    assert answers(page) == ["8"] and "The key is eight.\n\nWhich key?" in str(engine.asked[0][0].prompt)
+    released.clear()
+    drop(page, "third.txt", "The key is 9.")
+    page.wait(f"{TEXT}.includes('third.txt is read')")
+    page.click("#new-chat")
+    released.set()
+    wait_for(lambda: len(read) == 3)
+    page.wait("document.querySelector('#document').hidden && !document.querySelector('#send').disabled")
+
+
 def test_the_picture_grows_and_a_place_shows_its_passage(open_page, server, engine):
     page = open_page(server)
     page.wait("!document.querySelector('#explain').disabled")
@@ -198,12 +231,15 @@ def test_the_picture_grows_and_a_place_shows_its_passage(open_page, server, engi
     page.press("ArrowDown", windowsVirtualKeyCode=40)
     page.press("Enter", windowsVirtualKeyCode=13)
     page.wait("document.querySelector('#passage-title').textContent == 'Layer 5, position 21'")
+    page.click("#new-chat")
+    assert page.run("['picture-box', 'passage-box'].every((id) => document.getElementById(id).hidden)")
 
 
 def test_a_key_is_asked_for_and_stays_in_the_tab(chromium, engine, chatty):
     with live(Service(names=("m",), root="m", keys=("sk-1",)), lambda: (*chatty, engine)) as server:
         chromium.go(f"http://127.0.0.1:{server.port}/")
-        for key, told in (("wrong", "The server does not know this key."), ("sk-1", "on the device")):
+        unknown = "The server does not know this key."
+        for key, told in (("wrong", unknown), ("sk-1\u200b", unknown), ("sk-1", "on the device")):
             chromium.wait("!document.querySelector('#key-form')?.hidden && document.activeElement.id == 'key'")
             chromium.type(key)
             chromium.press("Enter", windowsVirtualKeyCode=13, text="\r")

@@ -144,7 +144,7 @@ def test_an_answer_follows_a_response_format(calling):
         (dict(tool_choice="required"), "tool_choice needs tools, and the request has none"),
         (dict(tools=TOOLS, tool_choice="any"), "tool_choice must be none, auto, required, or an object of type 'function' with a name, got 'any'"),
         (dict(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "x"}}), "tool_choice names 'x', which is none of the tools"),
-        (dict(tools=TOOLS, tool_choice="required", response_format={"type": "json_object"}), "the request requires a call and has response_format: give one of them"),
+        (dict(tools=TOOLS, tool_choice="required", response_format={"type": "json_object"}), "the request asks for a call, or has strict tools, and has response_format: give one of them"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_enforced_is_refused_with_one_line(calling, body, message):

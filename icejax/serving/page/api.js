@@ -16,6 +16,7 @@ export function useKey(key) {
 async function send(path, body, signal) {
   const headers = body === undefined ? {} : { "Content-Type": "application/json" };
   const key = sessionStorage.getItem(KEY);
+  if (key && !/^[\x21-\x7e]+$/.test(key)) throw new ServerError("This key has characters that no key has.", 401);
   if (key) headers.Authorization = `Bearer ${key}`;
   const method = body === undefined ? "GET" : "POST";
   let response;

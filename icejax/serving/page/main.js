@@ -11,6 +11,7 @@ const AROUND = 40; // tokens of a passage before and behind the place that was s
 
 let about = null; // what /v1/icejax says
 let file = null; // {name, text, tokens}: the document of the next message
+let newest = 0; // number of the newest file; one that is still read when another comes, or a new chat, is dropped
 let turns = []; // {role, content}
 let running = null; // AbortController of the answer that comes
 let prompt = null; // the body that the picture belongs to, for /tokenize
@@ -85,30 +86,48 @@ function showCache() {
 // The document
 
 async function openFile(opened) {
+  const mine = ++newest;
   tell("");
   const room = about.context_length;
   const tooLong = (tokens) =>
     `${opened.name} has ${tokens} tokens and the context has room for ${number.format(room)}, question and answer ` +
     "included: open a shorter file, or start the server with a longer --context-length.";
   if (opened.size > TOKEN_BYTES * room + BODY_BYTES / 2) return tell(tooLong("too many"));
+  setReading(opened.name);
   try {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(await opened.arrayBuffer());
     if (!text || text.includes("\0")) throw new TypeError();
     const { count } = await ask("/tokenize", { prompt: text, add_special_tokens: false });
+    if (mine !== newest) return;
     if (count >= room) return tell(tooLong(number.format(count)));
     setFile({ name: opened.name, text, tokens: count });
   } catch (error) {
+    if (mine !== newest) return;
     const isLong = error.status === 400 || error.status === 413;
     if (error instanceof TypeError) tell(`${opened.name} is empty, or no text in UTF-8.`);
     else tell(isLong ? `${opened.name}: ${error.message}` : error.message);
+  } finally {
+    if (mine === newest) setReading(null);
   }
+}
+
+/** Shows that a file is read; no question is sent before its document is there. */
+function setReading(name) {
+  $("send").disabled = Boolean(name);
+  $("status").textContent = name ? `${name} is read` : "";
+}
+
+function removeFile() {
+  newest++;
+  setReading(null);
+  setFile(null);
 }
 
 function setFile(opened) {
   file = opened;
   $("document").hidden = !file;
   $("document-name").textContent = file ? `${file.name}, ${number.format(file.tokens)} tokens` : "";
-  $("message").focus();
+  if (!running) $("message").focus();
 }
 
 // The chat
@@ -126,7 +145,7 @@ function options() {
 
 async function send() {
   const question = $("message").value;
-  if (running || !about || !(question.trim() || file)) return;
+  if (running || !about || $("send").disabled || !(question.trim() || file)) return;
   for (const input of $("settings").querySelectorAll("input")) if (!input.reportValidity()) return;
   tell("");
   const asked = file, gap = about.has_chat_template ? "\n\n" : "\n";
@@ -205,8 +224,11 @@ function setRunning(controller) {
 function newChat() {
   running?.abort();
   turns = [];
-  setFile(null);
+  removeFile();
   tell("");
+  [prompt, promptTokens] = [null, null];
+  picture.clear();
+  for (const id of ["picture-box", "passage-box"]) $(id).hidden = true;
   $("log").replaceChildren($("welcome"));
   $("welcome").hidden = false;
 }
@@ -257,7 +279,7 @@ $("composer").addEventListener("submit", (event) => {
   send();
 });
 $("message").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229) { // 229: Safari's, of a composition
     event.preventDefault();
     send();
   }
@@ -270,7 +292,7 @@ $("file").addEventListener("change", () => {
   if (opened) openFile(opened);
   $("file").value = "";
 });
-$("document-remove").addEventListener("click", () => setFile(null));
+$("document-remove").addEventListener("click", removeFile);
 $("brightest").addEventListener("click", () => {
   picture.place = picture.brightest();
   picture.draw(picture.attention);

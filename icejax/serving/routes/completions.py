@@ -89,12 +89,14 @@ async def completions(request: Request) -> Response:
     chunk, last = chunks(about, answers.usage, fields.stream_options)
 
     def of_piece(index: int, piece: GenerationResponse) -> list[bytes]:
-        text = piece.text if fields.max_tokens != 0 else ""
+        text, reason = piece.text, piece.finish_reason
+        if fields.max_tokens == 0:  # the answer has a token that was not asked for
+            answers.usage.new_tokens, text, reason = 0, "", reason and "length"
         echo = echoed[index // n] if index not in begun else ""
         begun.add(index)
         logprobs = _logprobs(piece.logprobs, offset=offsets[index])
         offsets[index] += sum(len(token.chosen.text) for token in piece.logprobs or ())  # a stop string may hold text back
-        choice = dict(index=index, text=echo + text, logprobs=logprobs, finish_reason=piece.finish_reason)
+        choice = dict(index=index, text=echo + text, logprobs=logprobs, finish_reason=reason)
         return [chunk([choice | attention_of(piece)])]
 
     return EventStream(answers, service, of_piece=of_piece, last=last)
