@@ -89,16 +89,17 @@ def this_machine(model: CausalLM, *, device_memory: int | None = None, host_memo
 
     Args:
         device_memory: bytes of the device's memory; None: what the device reports, on a CPU the machine's free memory.
-        host_memory_limit: bytes of host memory that pages may take; None: all that is free.
+        host_memory_limit: bytes of host memory that pages may take, of each process; None: all that is free.
     """
-    free, size = devices.host_free() * mesh.processes_of(model.mesh), devices.check_limit(device_memory, name="device_memory")
+    free, size = devices.pinnable(), devices.check_limit(device_memory, name="device_memory")
+    free = (free if host_memory_limit is None else min(free, host_memory_limit)) * mesh.processes_of(model.mesh)
     count = mesh.size(model.mesh)
     copies = mesh.holders(model.mesh, latent=model.config.latent is not None)  # of a row's cache
     machine = dict(
         platform=devices.platform(),
         kind=devices.device().device_kind,
         device_free=devices.device_free(model, size, count=count) // copies,
-        host_free=(free if host_memory_limit is None else min(free, host_memory_limit)) // copies,
+        host_free=free // copies,
         one_memory=devices.platform() == "cpu" and device_memory is None,
     )
     return Machine(**machine if model.mesh is None else processes.from_first(machine))

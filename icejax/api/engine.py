@@ -120,7 +120,8 @@ class Engine:
         self.cache_choice = None
         if policy is None:
             asked = dict(batch_size=batch_size, prompt_tokens=sizes.prompt_tokens, new_tokens=sizes.new_tokens, joins=True)
-            choice = batch_choice(model, device_memory=device_memory, host_memory_limit=limit, **asked)
+            room = max(0, (devices.pinnable() if limit is None else limit) - prefix_memory)  # for the pages of rows
+            choice = batch_choice(model, device_memory=device_memory, host_memory_limit=room, **asked)
             policy, self.cache_choice = choice.policy, choice.reason
         options = dict(host_memory_limit=limit, prefix_dir=folder, share=self.prefill_share, most_waiting=max_queue)
         if processes_of(model.mesh) > 1:

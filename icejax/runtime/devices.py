@@ -7,12 +7,12 @@ import re
 from typing import Any
 
 import jax
-import psutil
 from jax._src import xla_bridge  # nothing public says whether a backend has started
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from icejax.checks.errors import InputError, input_error_from
 from icejax.checks.numbers import integer
+from icejax.runtime import host_memory
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 PINNED = "pinned_host"  # memory kind of the host memory that programs read
@@ -95,7 +95,7 @@ def set_limits() -> None:
     """
     if started():
         return
-    os.environ.setdefault(PINNED_LIMIT, str(psutil.virtual_memory().total * 3 // 4 // 2**30))
+    os.environ.setdefault(PINNED_LIMIT, str(host_memory.total() * 3 // 4 // 2**30))
     if several := re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")):
         os.environ.setdefault(CPU_THREADS, str(4 * int(several[1])))
 
@@ -114,8 +114,19 @@ def pinned_limit() -> int:
 
 
 def host_free() -> int:
-    """Returns the free bytes of host memory."""
-    return psutil.virtual_memory().available
+    """Returns the bytes of host memory that are free for this process."""
+    return host_memory.free()
+
+
+def pinnable() -> int:
+    """Returns the bytes of host memory that pages may take: on a GPU at most what XLA may still pin."""
+    if platform() != "gpu":
+        return host_free()
+    return min(host_free(), pinned_limit() - _pinned())
+
+
+def _pinned() -> int:
+    return sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == PINNED)
 
 
 def device_free(weights: Any, size: int | None = None, *, count: int = 1) -> int:
@@ -143,7 +154,7 @@ def check_room(what: str, need: int, *, advice: str, limit: int | None = None) -
         raise InputError(f"{what} {needed} GiB of host memory and {room}: {advice}")
     if platform() != "gpu":
         return
-    limit_bytes, pinned = pinned_limit(), sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == PINNED)
+    limit_bytes, pinned = pinned_limit(), _pinned()
     if need + pinned > limit_bytes:  # a model's experts may be pinned besides a cache
         beside = f" with {pinned / 2**30:.1f} GiB already pinned" if pinned else ""
         raise InputError(

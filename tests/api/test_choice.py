@@ -1,15 +1,19 @@
 """The choice of a cache: the faster one of every measured pair, and of two the one that fits."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 import icejax
 from bench.steps.shapes import raw_config
+from icejax.api import choice as choice_module
+from icejax.api import engine as engine_module
 from icejax.api.choice import Choice, Machine, choose, choose_for_session, crossing, this_machine
-from icejax.cache.registry import IN_PAGES, ON_DEVICE
+from icejax.cache.registry import IN_PAGES, ON_DEVICE, Full
 from icejax.engine.buckets import bucket
 from icejax.models.registry import family
+from icejax.runtime import devices
 from icejax.runtime.mesh import Mesh
 from icejax.runtime.rates import RATES, rates_of
 
@@ -154,6 +158,31 @@ def test_a_machine_has_the_memory_beside_the_weights(bundled, monkeypatch):
     monkeypatch.setattr(model, "mesh", Mesh(2, 4))  # each KV head is on four of eight devices
     copied = this_machine(model, device_memory=2**30, host_memory_limit=2**20)
     assert (copied.device_free, copied.host_free) == ((8 * 2**30 - weights) // 4, 2**18)
+
+
+def test_pages_may_take_what_xla_may_still_pin_and_each_process_has_its_limit(bundled, monkeypatch):
+    model, held = bundled[0], SimpleNamespace(nbytes=10 * GIB, sharding=SimpleNamespace(memory_kind=devices.PINNED))
+    monkeypatch.setattr(devices, "host_free", lambda: 75 * GIB)
+    monkeypatch.setenv(devices.PINNED_LIMIT, "60")
+    monkeypatch.setattr(devices.jax, "live_arrays", lambda: [held])
+    assert devices.pinnable() == 75 * GIB
+    monkeypatch.setattr(devices, "platform", lambda: "gpu")
+    assert devices.pinnable() == 50 * GIB
+    monkeypatch.setattr(choice_module.mesh, "processes_of", lambda _: 2)
+    assert this_machine(model, device_memory=2**30, host_memory_limit=20 * GIB).host_free == 40 * GIB
+
+
+def test_an_engine_leaves_room_for_cached_prefixes(bundled, monkeypatch):
+    limits = []
+
+    def batch_choice(*_, host_memory_limit, **__):
+        limits.append(host_memory_limit)
+        return Choice(Full(), "told")
+
+    monkeypatch.setattr(engine_module, "batch_choice", batch_choice)
+    for limit, prefixes in ((2**30, 2**20), (2**20, 2**30)):
+        icejax.Engine(*bundled, context_length=100, host_memory_limit=limit, prefix_memory=prefixes).close()
+    assert limits == [2**30 - 2**20, 0]
 
 
 @pytest.mark.slow
