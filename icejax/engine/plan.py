@@ -31,7 +31,7 @@ from icejax.checks.numbers import LARGEST
 from icejax.engine.buckets import bucket, text_bucket
 from icejax.engine.layout import Layout, make_layout
 from icejax.models.decoder import CausalLM
-from icejax.runtime import devices
+from icejax.runtime import devices, processes
 from icejax.runtime.host_reads.choose import ORDER, fetch_backend
 from icejax.runtime.mesh import WHOLE, size
 
@@ -208,6 +208,8 @@ def make_plan(
     LOG.info("layers: %s", _by_layer(layout.policies))
     in_host = layout.pool is not None and layout.pool.planes > 0
     backend = (fetch_backend() if platform is None else ORDER[platform][0]) if in_host else ""
+    if model.mesh is not None and platform is None:
+        processes.check_alike("the fetch backends", backend)  # each process has tried them alone
     fields = {field.name: getattr(layout, field.name) for field in dataclasses.fields(Layout)}
     return Plan(**fields, eos_token_ids=model.config.eos_token_ids, fetch_backend=backend)
 

@@ -32,11 +32,16 @@ HELLO = 2**64 - 1  # number of the message with which a process names itself
 
 
 class Channel:
-    """An end of the connections between process 0 and the others; `agree` is called on both ends in the same order."""
+    """An end of the connections between process 0 and the others; `agree` is called on both ends in the same order.
+
+    Attributes:
+        ends: whether the others are told to end, so that `watch` takes no end of theirs for a loss.
+    """
 
     def __init__(self, sockets: Sequence[socket.socket], key: bytes, *, is_first: bool) -> None:
         """Takes connected sockets: in process 0 one for each of the others, there one."""
         self.is_first, self._sockets, self._key, self._number = is_first, sockets, key, 0
+        self.ends = False
         for each in sockets:
             each.settimeout(None)
             if each.family != socket.AF_UNIX:
@@ -66,6 +71,8 @@ class Channel:
         def look(connection: socket.socket) -> None:
             with contextlib.suppress(OSError):
                 connection.recv(1)
+            if self.ends:
+                return
             self.close()  # which tells the rest
             lost()
 

@@ -39,6 +39,7 @@ HEARTBEAT_S, LEAVE_S = 20, 60
 STUCK_S = 600.0  # seconds without progress, compiling aside, until a process of a group ends itself and so the group
 LOST_LINE = "another process of the group has ended or cannot be reached: this one ends too"
 LEADER, SIZE, INDEX = "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"  # set by Kubernetes' LeaderWorkerSet
+SHARED_TUNING = "xla_gpu_shard_autotuning"
 _moved = [0.0]  # when this process last made progress
 _rests = [False]  # whether it waits for work
 
@@ -73,6 +74,9 @@ def join(coordinator: str, *, processes: int | None = None, process: int | None 
         bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address)  # JAX itself would listen at all addresses
         options |= dict(cluster_detection_method="deactivate", coordinator_bind_address=bind)
     devices.set_limits()
+    # XLA:GPU shares the work of tuning over processes that compile the same: one whose compile cache has the program would not.
+    if SHARED_TUNING not in (flags := os.environ.get("XLA_FLAGS", "")):
+        os.environ["XLA_FLAGS"] = f"{flags} --{SHARED_TUNING}=false".strip()
     os.environ.setdefault(devices.CPU_THREADS, str(max(4, os.cpu_count() or 1)))  # a sum blocks a thread, as in `set_limits`
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM
     try:

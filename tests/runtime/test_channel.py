@@ -52,6 +52,22 @@ def test_the_end_of_a_process_is_told_on_both_sides(ends):
         assert str(error.value) == LOST_LINE
 
 
+def test_a_process_that_ends_as_told_is_no_loss_to_the_rest(ends):
+    """It may be gone before the last one has the message."""
+    first, (left, stays) = ends
+    lost = threading.Event()
+    first.watch(lost.set)
+    first.ends = True
+    left.close()
+    assert not lost.wait(0.2)
+    with contextlib.suppress(GroupError):  # nobody is there to whom the first message could go
+        first.agree("close")
+    first._sockets = first._sockets[1:]
+    first._number = 0
+    first.agree("close")
+    assert stays.agree() == "close"
+
+
 @pytest.mark.parametrize("fault", ["changed", "repeated", "left out", "another key", "too long"])
 def test_a_message_of_another_is_refused(fault):
     ours, theirs = connected()

@@ -116,6 +116,7 @@ class LeadingCore:
     def close(self) -> None:
         """Ends the core, and tells the other processes to; behind a call that failed they end because this process does."""
         self._core.close()
+        self._channel.ends = True  # the first process that reads it may be gone before the last one has got it
         with contextlib.suppress(GroupError):
             if self._is_whole:
                 self._channel.agree([CLOSE])
