@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -244,6 +245,8 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(chromium, engine, chatty):
             chromium.type(key)
             chromium.press("Enter", windowsVirtualKeyCode=13, text="\r")
             chromium.wait(f"{TEXT}.includes({told!r})")
+            time.sleep(0.3)  # the words may be those about the key before
+            assert "cannot be reached" not in chromium.run(TEXT)
         chromium.wait("!document.querySelector('#message').disabled")
         assert chromium.run("document.querySelector('#key-form').hidden") and "clustered, 64 tokens" in chromium.run(TEXT)
         assert chromium.run("[localStorage.length, document.cookie, location.href.includes('sk-1')]") == [0, "", False]
