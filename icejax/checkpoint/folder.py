@@ -66,9 +66,8 @@ def resolve(model: str | Path, *, revision: str | None = None) -> Path:
         return _of_hub_file(*hub_file.groups(), revision)
     if str(model).lower().endswith("-gguf"):
         raise InputError(f"{model} holds GGUF files by its name: name one of them behind it, as {model}:FILE.gguf")
-    return _whole(
-        _snapshot(str(model), revision, [*COMPANIONS, f"{TEMPLATES}/*.jinja", ADAPTER, "model*.safetensors", "*.index.json"])
-    )
+    patterns = [*COMPANIONS, f"{TEMPLATES}/*.jinja", ADAPTER, "model*.safetensors", "*.index.json"]
+    return _whole(_snapshot(str(model), revision, patterns))
 
 
 def _of_file(file: Path) -> Path:
@@ -161,9 +160,8 @@ def is_made_of_gguf(folder: Path) -> bool:
 
 def companions(folder: Path) -> list[Path]:
     """Returns the config and tokenizer files; InputError for a folder, a pipe, a broken link or over 100 MiB in their place."""
-    files = [folder / name for name in COMPANIONS if os.path.lexists(folder / name)] + sorted(
-        folder.glob(f"{TEMPLATES}/*.jinja")
-    )
+    files = [folder / name for name in COMPANIONS if os.path.lexists(folder / name)]
+    files += sorted(folder.glob(f"{TEMPLATES}/*.jinja"))
     for file in files:
         if not file.is_file():
             raise InputError(f"{file} is a folder, a pipe or a broken link: expected a file, or nothing of this name")

@@ -81,9 +81,7 @@ def _mixture(fields: Fields, layers: int, shared: int) -> dict[str, Any]:
     step = fields.whole("decoder_sparse_step", default=1)
     mixture = experts(
         fields,
-        count="num_local_experts"
-        if fields.raw.get("num_local_experts") is not None
-        else "num_experts",  # of transformers 5, of 4
+        count="num_experts" if fields.raw.get("num_local_experts") is None else "num_local_experts",  # of transformers 4, of 5
         size="moe_intermediate_size",
         routing=replace(SOFTMAX, normalised=fields.take("norm_topk_prob", bool, default=False)),
         shared=shared,
