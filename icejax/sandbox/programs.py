@@ -112,7 +112,7 @@ def _own_folder() -> Iterator[str]:
                     os.unlink(entry.path)
                     continue
                 os.chmod(entry.path, 0o700)
-                for name in os.listdir(entry.path):  # what is in it moves up: names of any length would be too long
+                for name in os.listdir(entry.path):  # its content moves up: a deep name would be too long
                     os.rename(os.path.join(entry.path, name), os.path.join(folder, f".up-{next(names)}"))
                 os.rmdir(entry.path)
         os.rmdir(folder)

@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -212,9 +213,7 @@ class PrefixFolder:
         Files that a killed writer left go too, after a day.
         """
         files = {}
-        for path in self._root.glob(f"{'[0-9a-f]' * 32}/*"):
-            if not OWN_NAME.fullmatch(path.name) or path.parent.is_symlink() or path.parent.stat().st_uid != os.getuid():
-                continue  # another program's
+        for path in self._own_files():
             with contextlib.suppress(OSError):  # another engine may have removed it
                 if not path.with_suffix(ABOUT).exists() and path.stat().st_mtime < time.time() - DAY:
                     path.unlink()
@@ -231,6 +230,13 @@ class PrefixFolder:
             _remove(path.with_suffix(""))
             used -= sum(files[x].st_size for x in (path, path.with_suffix(ARRAYS)) if x in files and not x.exists())
         return used + need <= most_bytes
+
+    def _own_files(self) -> Iterator[Path]:
+        """Yields the files of this and other engines; folders of other programs may have such names, and links lead anywhere."""
+        for folder in self._root.glob("[0-9a-f]" * 32):
+            with contextlib.suppress(OSError):  # another engine may have removed it
+                if (status := folder.lstat()).st_uid == os.getuid() and stat.S_ISDIR(status.st_mode):
+                    yield from (path for path in sorted(folder.iterdir()) if OWN_NAME.fullmatch(path.name))
 
 
 def _described(path: Path) -> StoredPrefix:

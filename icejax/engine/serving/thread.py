@@ -270,7 +270,7 @@ class EngineThread:
             new, cancelled, closes = [*self._new], [*self._cancelled], self._closes
             self._new.clear()
             self._cancelled.clear()
-            self._tickets |= {handle: [] for handle, _ in new}  # all at once: if the core fails, each is told
+            self._tickets |= {handle: [] for handle, _ in new}  # all at once: each hears of a core that fails
         for handle, jobs in new:
             try:
                 for job in jobs:
@@ -296,5 +296,5 @@ class EngineThread:
         tickets = self._tickets.get(handle, ())
         for ticket in tickets:
             core.release(ticket)
-        self._tickets.pop(handle, None)  # last: if the core fails, the handle is told
+        self._tickets.pop(handle, None)  # last: it hears of a core that fails
         return bool(tickets)
