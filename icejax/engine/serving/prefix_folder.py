@@ -232,7 +232,7 @@ class PrefixFolder:
         return used + need <= most_bytes
 
     def _own_files(self) -> Iterator[Path]:
-        """Yields the files of this and other engines; folders of other programs may have such names, and links lead anywhere."""
+        """Yields the files of all engines; folders of other programs may have such names, and links lead anywhere."""
         for folder in self._root.glob("[0-9a-f]" * 32):
             with contextlib.suppress(OSError):  # another engine may have removed it
                 if (status := folder.lstat()).st_uid == os.getuid() and stat.S_ISDIR(status.st_mode):
