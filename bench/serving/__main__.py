@@ -7,8 +7,9 @@ Parts, each a JSON line per row, with figures under the names of vLLM's `benchma
   output tokens per second over HTTP by those of the engine, whose bar is 0.9
 - `document`: four questions about one document, one after another: time to the first token, tokens from the prefix store
 - `cancel`: clients that leave at random times, and the extents that are then missing: `extents_leaked` must be 0
-- `bars`: two of `bench.engine` over HTTP. `batch`: tokens per second of streams that decode together, over those of one stream
-  of a server with one slot; `prefill`: a prompt of `--document-tokens` comes beside four streams
+- `batch`, a bar of `bench.engine`: tokens per second of streams that decode together, over those of one stream of a server with
+  one slot
+- `prefill`, two more: a prompt of `--document-tokens` comes beside four streams
 - `soak`: random requests for `--minutes`, one of four as the page sends it (with `explain`, where the cache has pages), and the
   server's memory at the start, at the end and per hour
 
@@ -49,7 +50,7 @@ from icejax.checks.numbers import integer, number
 from icejax.runtime import devices
 from icejax.text.tokenizer import load_tokenizer
 
-PARTS = ("load", "document", "bars", "cancel", "soak")
+PARTS = ("load", "document", "batch", "prefill", "cancel", "soak")
 HTTP_BAR = Bar(0.9, is_least=True)
 ROOM = 256  # tokens of the context for a chat template and a document's questions
 
@@ -67,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--rates", default="", metavar="X,X", help="requests per second (default: none)")
     sizes = dict(requests=(32, "requests of a row of `load`"), prompt_tokens=(512, "of `load`, and most of random ones"))
     sizes |= dict(answer_tokens=(64, "of `load`, and most of random ones"), document_tokens=(8192, "of `document`"))
-    sizes |= dict(questions=(4, "of `document`"), cancels=(1000, "clients that leave"), repeats=(2, "timed rounds of `bars`"))
+    sizes |= dict(questions=(4, "of `document`"), cancels=(1000, "clients that leave"), repeats=(2, "timed rounds of a bar"))
     for name, (default, text) in sizes.items():
         flag, line = f"--{name.replace('_', '-')}", f"{text} (default: %(default)s)"
         parser.add_argument(flag, type=int, default=default, metavar="N", help=line)
@@ -87,9 +88,9 @@ class Bench:
         for name in ("requests", "prompt_tokens", "answer_tokens", "document_tokens", "questions", "cancels", "repeats"):
             integer(f"--{name.replace('_', '-')}", getattr(arguments, name), most=2**30)
         number("--minutes", arguments.minutes, least=0, most=1e6, above=True)
-        if "bars" in self.names and arguments.document_tokens <= arguments.prompt_tokens:
+        if "prefill" in self.names and arguments.document_tokens <= arguments.prompt_tokens:
             sizes = f"{arguments.document_tokens} and {arguments.prompt_tokens}"
-            raise InputError(f"--parts bars needs more --document-tokens than --prompt-tokens, got {sizes}")
+            raise InputError(f"--parts prefill needs more --document-tokens than --prompt-tokens, got {sizes}")
         self.against = [_named(text) for text in arguments.against]
         asked = [peers.asked_peer(text) for text in arguments.peer]
         if asked and arguments.model not in published.MODELS:
@@ -101,7 +102,7 @@ class Bench:
             folder, file = published.folder(folder, say=say), published.gguf(folder, say=say) if asked else None
         self.tokenizer = load_tokenizer(resolve(file or folder) if folder else ASSETS)
         self.is_chat, self.questions = self.tokenizer.chat_template is not None, Questions(self.tokenizer)
-        longest = max(arguments.prompt_tokens, arguments.document_tokens if {"document", "bars"} & set(self.names) else 0)
+        longest = max(arguments.prompt_tokens, arguments.document_tokens if {"document", "prefill"} & set(self.names) else 0)
         sizes = dict(slots=max(self.concurrency, default=8), context_length=longest + arguments.answer_tokens + ROOM)
         if asked:
             self.job = peers.Job(file, folder, sizes["slots"], sizes["context_length"], self.tokenizer.eos_token_id)
@@ -136,8 +137,11 @@ class Bench:
                 other = OverHttp(server, peer.model(self.job), self.is_chat, peer.endless(self.job))
                 async for row in self._all(other):
                     yield dict(subject=name, version=version) | row
-        if "bars" in self.names:
-            async for row in self._bars():
+        sizes = dict(prompt_tokens=asked.prompt_tokens, answer_tokens=asked.answer_tokens, repeats=asked.repeats)
+        if "batch" in self.names:
+            yield dict(subject="http") | await self._batch(**sizes)
+        if "prefill" in self.names:
+            async for row in self._prefill(**sizes):
                 yield dict(subject="http") | row
         random = dict(most_prompt=asked.prompt_tokens, most_answer=asked.answer_tokens)
         if "cancel" in self.names:
@@ -164,19 +168,19 @@ class Bench:
             yield dict(subject=name) | row | dict(compiled_after_warmup=int(now - before))
             before = now
 
-    async def _bars(self) -> AsyncIterator[dict]:
-        """Yields the rows of the engine's bars, of servers that store no prefixes."""
-        sizes = dict(prompt_tokens=self.asked.prompt_tokens, answer_tokens=self.asked.answer_tokens, repeats=self.asked.repeats)
+    async def _batch(self, **sizes: int) -> dict:
+        """Returns the row of two servers that store no prefixes, of which one has one slot."""
         # All prompts are prefilled before the first step, so the streams decode together from their first token on.
         together = [*self.options, "--prefix-memory", "0", "--prefill-share", "1"]
         with served([*together, "--slots", "1"]) as one, served(together) as several:
             both = [OverHttp(server, await model_of(server), self.is_chat) for server in (one, several)]
-            yield await bars.batch(*both, self.questions, rows=max(self.concurrency, default=8), **sizes)
-        slots = max(bars.ROWS + 1, *self.concurrency)
-        streams = ["--slots", str(slots), "--prefix-memory", "0", "--max-new-tokens", str(self.asked.document_tokens)]
-        with served([*self.options, *streams]) as server:
+            return await bars.batch(*both, self.questions, rows=max(self.concurrency, default=8), **sizes)
+
+    async def _prefill(self, **sizes: int) -> AsyncIterator[dict]:
+        slots, longest = max(bars.ROWS + 1, *self.concurrency), self.asked.document_tokens
+        with served([*self.options, "--slots", str(slots), "--prefix-memory", "0", "--max-new-tokens", str(longest)]) as server:
             subject = OverHttp(server, await model_of(server), self.is_chat)
-            async for row in bars.prefill(subject, self.questions, long_prompt=self.asked.document_tokens, **sizes):
+            async for row in bars.prefill(subject, self.questions, long_prompt=longest, **sizes):
                 yield row
 
     async def _all(self, subject: Subject) -> AsyncIterator[dict]:

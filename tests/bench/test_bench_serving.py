@@ -171,7 +171,7 @@ def test_the_tables_have_the_figures_of_rows():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("--parts none", "--parts must be of load, document, bars, cancel, soak, got 'none'"),
+        ("--parts none", "--parts must be of load, document, batch, prefill, cancel, soak, got 'none'"),
         ("--rates fast", "--rates must be numbers, comma-separated, got 'fast'"),
         ("--rates 0", "--rates must be a number above 0 and at most 1e+06, got 0.0"),
         ("--against https://a", "--against must be NAME=http://HOST:PORT, got 'https://a'"),
@@ -182,8 +182,8 @@ def test_the_tables_have_the_figures_of_rows():
         (f"--peer transformers={sys.executable}", "--peer needs a --model of smollm2-135m, "),
         ("--page nowhere.jsonl", "No such file or directory: 'nowhere.jsonl'"),
         (
-            "--parts bars --document-tokens 512",
-            "--parts bars needs more --document-tokens than --prompt-tokens, got 512 and 512",
+            "--parts prefill --document-tokens 512",
+            "--parts prefill needs more --document-tokens than --prompt-tokens, got 512 and 512",
         ),
         ("--requests 0", "--requests must be at least 1, got 0"),
         ("--minutes 0", "--minutes must be a number above 0 and at most 1e+06, got 0.0"),
