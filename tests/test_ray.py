@@ -3,10 +3,12 @@
 import http.client
 import json
 import os
+import pickle
 import socket
 import subprocess
 import sys
 import time
+import types
 
 import psutil
 import pytest
@@ -18,9 +20,10 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'icejax[ray]'")
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
+from ray.data.exceptions import ExecutionTimeoutError
 
 from icejax.commands import evaluate, generate
-from icejax.ray import router, serving
+from icejax.ray import jobs, router, serving
 
 pytestmark = pytest.mark.slow
 LINES, TOKENS, WAIT_S = 8, 3, 300
@@ -171,6 +174,52 @@ def test_options_of_the_server_are_checked_before_anything_starts():
     ):
         with pytest.raises(icejax.InputError, match=message):
             serving.server(options)
+
+
+@pytest.mark.parametrize(
+    "share, asked, count",
+    [
+        (dict(num_gpus=2), None, 3),  # of a machine with five and one with three
+        (dict(num_gpus=2), 1, 1),
+        (dict(num_gpus=8), None, "a machine has at most 5 GPUs and a model needs 8: lower --mesh"),
+        (dict(num_gpus=8), 1, "a machine has at most 5 GPUs and a model needs 8: lower --mesh"),
+        (dict(num_cpus=1), None, 2),
+    ],
+)
+def test_an_actor_has_the_devices_of_one_machine(monkeypatch, share, asked, count):
+    nodes = [dict(Alive=True, Resources=dict(CPU=1, GPU=5)), dict(Alive=True, Resources=dict(CPU=1, GPU=3))]
+    monkeypatch.setattr(ray, "nodes", lambda: [*nodes, dict(Alive=False, Resources=dict(GPU=8, CPU=8))])
+    arguments = types.SimpleNamespace(ray_workers=asked)
+    if isinstance(count, int):
+        assert jobs._workers(arguments, share) == count
+    else:
+        with pytest.raises(icejax.InputError, match=count):
+            jobs._workers(arguments, share)
+
+
+def test_answers_before_a_refusal_are_not_lost():
+    class Refuses(jobs.Worker):
+        def start(self, arguments):
+            pass
+
+        def answer(self, rows):
+            yield rows[0]
+            raise icejax.InputError("the second is none")
+
+    found = Refuses(None)({"row": [pickle.dumps(1), pickle.dumps(2)]})
+    assert pickle.loads(found["answer"][0]) == 1 and list(found["refusal"]) == ["", "the second is none"]
+
+
+def test_a_run_without_answers_ends_in_one_line():
+    class Stuck:
+        def iter_rows(self):
+            yield {"answer": b"", "refusal": ""}
+            raise ExecutionTimeoutError("no progress")
+
+    rows = jobs._rows(Stuck())
+    assert next(rows)["refusal"] == ""
+    with pytest.raises(icejax.InputError, match="no actor has ended its lines within 24 hours: use a smaller --batch-size"):
+        next(rows)
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def chunk_shape(shape: Sequence[int], item: int) -> tuple[int, ...]:
     """Returns the shape of the chunks in which an array is stored that is to be read in boxes.
 
     A chunk has an eighth of a matrix's rows, of whose columns it has an eighth or all, by its size. Of the matrices of all
-    experts it has a part of one, and it has a vector whole.
+    experts it has a part of one, and it has a vector whole. An array of four axes has an expert's rows in blocks (MXFP4).
 
     Args:
         shape: shape of the array.
@@ -48,6 +48,8 @@ def chunk_shape(shape: Sequence[int], item: int) -> tuple[int, ...]:
     """
     if len(shape) < 2:
         return tuple(max(size, 1) for size in shape)
+    if len(shape) > 3:
+        return (1, max(-(-shape[1] // PARTS), 1), *(max(size, 1) for size in shape[2:]))
     rows, columns = (max(-(-size // PARTS), 1) for size in shape[-2:])
     if rows * columns * item < LEAST_BYTES:
         columns = max(shape[-1], 1)

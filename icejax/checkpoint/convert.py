@@ -7,7 +7,9 @@ mesh their rows pass, those of each device in turn.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,10 +22,13 @@ from icejax.checkpoint.pieces import Piece, largest, pieces
 from icejax.checkpoint.quantized.rounding import METHODS
 from icejax.checkpoint.readers import huggingface, orbax
 from icejax.checkpoint.tensors import Tensors, open_tensors
-from icejax.checks.errors import InputError, listed
-from icejax.files.atomic_folder import claim
+from icejax.checks.errors import InputError, input_error_from, listed, quoted
+from icejax.checks.numbers import is_unicode
+from icejax.files.atomic_folder import claim, current_folder
+from icejax.models.hf.hf_config import ROTARY_TABLES
 from icejax.runtime.mesh import Mesh, check_one_process, read_mesh
 
+LOG = logging.getLogger(__name__)
 CONFIG = "config.json"  # the file that marks a checkpoint folder
 
 
@@ -123,6 +128,10 @@ def _convert(task: Conversion, write: Callable[[Path, orbax.About, Iterable[Piec
         write: writes tensors piece by piece into a folder, from the folder, the shapes and dtypes by key, and the pieces.
     """
     folder, target = task.folder, task.target
+    if not is_unicode(str(target)):
+        raise InputError(f"{quoted(str(target))} is no UTF-8 text, which libraries need that write there: choose another name")
+    if os.path.realpath(current_folder(target)) == os.path.realpath(folder):
+        raise InputError(f"{target} is the source: choose another place")
     if folder.resolve() in Path(os.path.realpath(target)).parents:
         raise InputError(f"{target} is in the source {folder}: choose another place")
     config = open_checkpoint(folder).config
@@ -132,9 +141,11 @@ def _convert(task: Conversion, write: Callable[[Path, orbax.About, Iterable[Piec
         raise InputError(
             f"fused experts cannot be saved quantised: convert without --quantize, and give it when loading ({listed(fused)})"
         )
+    if lost := [key for key in tensors.skipped if not re.fullmatch(ROTARY_TABLES, key)]:
+        LOG.warning("%s: %d tensors that icejax does not use are not copied: %s", folder, len(lost), listed(lost))
     about, files = tensors.about(), companions(folder)
     with claim(target, mark=CONFIG, replace=task.force) as target_claim:
-        _check_target(folder, target)
+        _check_target(target)
         target_claim.check_room(
             sum(huggingface.size(*entry) for entry in about.values()) + sum(file.stat().st_size for file in files)
         )
@@ -167,12 +178,12 @@ def _reporting(parts: Iterable[Piece], count: int, progress: Progress | None) ->
             progress(key, len(done), count)
 
 
-def _check_target(source: Path, target: Path) -> None:
-    """Raises InputError if `target` is the source folder, or holds files that are not a checkpoint's."""
+def _check_target(target: Path) -> None:
+    """Raises InputError if `target` holds files that are not a checkpoint's, or cannot be read."""
     if not target.exists():
         return
-    if target.samefile(source):
-        raise InputError(f"{target} is the source: choose another place")
-    for name in sorted(file.name for file in target.iterdir()):
+    with input_error_from(f"{target} cannot be read"):
+        names = sorted(os.listdir(target))
+    for name in names:
         if name not in (*COMPANIONS, TEMPLATES, ORBAX, huggingface.INDEX) and not name.endswith(".safetensors"):
             raise InputError(f"{target} holds more than a checkpoint ({name}): choose another place")

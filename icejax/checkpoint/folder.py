@@ -26,7 +26,7 @@ REVISION = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
 COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
-    "tekken.json",
+    "tekken.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
 TEMPLATES = "additional_chat_templates"  # the subfolder with a model's other templates, such as tool_use.jinja
 

@@ -58,12 +58,14 @@ class Tensors:
         mappings: the tensors that each parameter is joined from, by the parameter's key.
         sources: the stored parts of each tensor that a mapping names, by the tensor's key.
         stored: the tensors in the folder, by their stored keys.
+        skipped: keys of the folder's other tensors, which hold no parameter of the model.
     """
 
     quantised: str | None
     mappings: dict[str, TensorMapping]
     sources: dict[str, Source]
     stored: dict[str, Stored]
+    skipped: tuple[str, ...] = ()
 
     def read(self, key: str) -> np.ndarray | QuantizedMatrix:
         """Returns the tensor `key` as stored, or as codes; InputError for invalid codes."""
@@ -189,7 +191,7 @@ def open_tensors(
         LOG.info("%d tensors hold no parameter and are skipped: %s", len(skipped), listed(skipped))
     quantised = f"quantised by {method}" if method is not None else f"rounded to {quantize}" if quantize is not None else None
     quantised = "stored in GGUF's types" if in_blocks else quantised
-    return Tensors(quantised, mappings, sources, stored)
+    return Tensors(quantised, mappings, sources, stored, tuple(skipped))
 
 
 def _misfit(folder: Path) -> str:

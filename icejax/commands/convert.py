@@ -9,6 +9,7 @@ from pathlib import Path
 
 from icejax.checkpoint.convert import hf_to_orbax, orbax_to_hf
 from icejax.checkpoint.folder import ORBAX, resolve
+from icejax.checks.errors import printable
 from icejax.commands.options import Parser
 from icejax.commands.terminal.phases import progress
 from icejax.commands.terminal.process import ending
@@ -48,4 +49,4 @@ def _run(argv: list[str] | None, name: str, to: str | None) -> None:
         convert(source, arguments.target, progress=show_progress, **options)
     size = sum(file.stat().st_size for file in arguments.target.rglob("*") if file.is_file())
     form = "a Hugging Face" if to_hf else "an icejax (Orbax)"
-    print(f"wrote {arguments.target}: {form} folder of {size / 2**20:.1f} MiB")
+    print(f"wrote {printable(str(arguments.target))}: {form} folder of {size / 2**20:.1f} MiB")

@@ -82,6 +82,8 @@ class PromptLine:
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise InputError(f"{name} must be text, got {quoted(value)}")
+    if not is_unicode(value):
+        raise InputError(f"{name} must be Unicode text: it has half of a surrogate pair")
     return value
 
 

@@ -18,12 +18,13 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import ray
 import ray.data
+from ray.data.exceptions import ExecutionTimeoutError
 from rich.console import Console
 
 from icejax.api.generate import generate
@@ -34,10 +35,12 @@ from icejax.commands.many.answerer import Answerer
 from icejax.commands.many.lines import Line
 from icejax.engine.request import Request
 from icejax.engine.response import GenerationResponse
+from icejax.runtime.out_of_memory import report_out_of_memory
 
 MOST_ROUNDS = 16  # times --batch-size: the most rows that an actor has at once, and answers again if it dies
 LEAST_PIECES = 4  # of the rows of an actor, so that all end at about the same time
 CONNECT_S = 10.0  # seconds in which a cluster must be reached
+PIECE_S = 86_400.0  # seconds without an answer after which a run ends: a line may kill each process that has it
 Batch = dict[str, np.ndarray]
 
 
@@ -55,22 +58,24 @@ class Worker:
         """Loads what `answer` needs."""
         raise NotImplementedError
 
-    def answer(self, rows: list[Any]) -> list[Any]:
-        """Returns the answers to some rows."""
+    def answer(self, rows: list[Any]) -> Iterable[Any]:
+        """Returns the answers to some rows, each as soon as it has ended."""
         raise NotImplementedError
 
     def __call__(self, batch: Batch) -> Batch:
         """Answers a batch of rows, whose values are pickled as the answers are."""
-        refusal, answers = self._refusal, []
+        refusal, answers = self._refusal, list[bytes]()
         if refusal is None:
             try:
-                answers = self.answer([pickle.loads(row) for row in batch["row"]])
+                with report_out_of_memory("use a smaller --batch-size, or a smaller cache", None):
+                    answers.extend(pickle.dumps(answer) for answer in self.answer([pickle.loads(row) for row in batch["row"]]))
             except InputError as error:
                 refusal = str(error)
-        if refusal is not None:
-            return {"answer": np.array([b""], object), "refusal": np.array([refusal], object)}
-        pickled = np.array([pickle.dumps(answer) for answer in answers], object)
-        return {"answer": pickled, "refusal": np.array([""] * len(answers), object)}
+        refusals = [""] * len(answers)
+        if refusal is not None:  # after the answers before it
+            answers.append(b"")
+            refusals.append(refusal)
+        return {"answer": np.array(answers, object), "refusal": np.array(refusals, object)}
 
 
 class LineWorker(Worker):
@@ -79,8 +84,8 @@ class LineWorker(Worker):
     def start(self, arguments: argparse.Namespace, *_: Any) -> None:
         self._answerer = Answerer(arguments, Console(stderr=True, quiet=True))
 
-    def answer(self, rows: list[Line]) -> list[tuple[Line, str]]:
-        return [(line, json.dumps(fields)) for line, fields in self._answerer.answers(rows)]
+    def answer(self, rows: list[Line]) -> Iterator[tuple[Line, str]]:
+        return ((line, json.dumps(fields)) for line, fields in self._answerer.answers(rows))
 
 
 class RequestWorker(Worker):
@@ -132,10 +137,17 @@ def spread(kind: type[Worker], rows: Sequence[Any], arguments: argparse.Namespac
             compute=ray.data.ActorPoolStrategy(size=count, max_tasks_in_flight_per_actor=1),
             **share,
         )
-        for found in done.iter_rows():
+        for found in _rows(done):
             if found["refusal"]:
                 raise InputError(found["refusal"])
             yield pickle.loads(found["answer"])
+
+
+def _rows(done: ray.data.Dataset) -> Iterator[dict[str, Any]]:
+    try:
+        yield from done.iter_rows()
+    except ExecutionTimeoutError:
+        raise InputError(f"no actor has ended its lines within {PIECE_S / 3600:g} hours: use a smaller --batch-size") from None
 
 
 @contextlib.contextmanager
@@ -155,6 +167,7 @@ def _cluster(address: str) -> Iterator[None]:
     try:
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = context.print_on_execution_start = False
+        context.execution_no_progress_timeout_s = PIECE_S
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         yield
     finally:
@@ -182,13 +195,20 @@ def _share(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _workers(arguments: argparse.Namespace, share: dict[str, Any]) -> int:
-    """Returns how many actors have room: by devices, or one on each machine."""
+    """Returns how many actors there are: --ray-workers, else as many as have room by devices, or one on each machine.
+
+    Raises:
+        InputError: no machine has the devices of an actor.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    needs = {"GPU": share.get("num_gpus", 0)} | share.get("resources", {})
+    for name, count in needs.items():
+        most = max((node.get(name, 0) for node in nodes), default=0)
+        if count > most:
+            raise InputError(f"a machine has at most {most:g} {name}s and a model needs {count}: lower --mesh")
     if arguments.ray_workers is not None:
         return arguments.ray_workers
-    has, needs = ray.cluster_resources(), {"GPU": share.get("num_gpus", 0)} | share.get("resources", {})
     for name, count in needs.items():
-        if count > has.get(name, 0):
-            raise InputError(f"the cluster has {has[name]:g} {name}s and a model needs {count}: add machines, or lower --mesh")
         if count:
-            return int(has[name] // count)
-    return max(1, sum(node["Alive"] and node["Resources"].get("CPU", 0) >= 1 for node in ray.nodes()))
+            return sum(int(node.get(name, 0) // count) for node in nodes)
+    return max(1, sum(node.get("CPU", 0) >= 1 for node in nodes))

@@ -14,6 +14,7 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 from rich.console import Console
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -24,6 +25,7 @@ from icejax.commands import serve as command
 from icejax.commands.serving import prepared
 from icejax.ray.router import document_of
 from icejax.serving.app import make_app
+from icejax.serving.errors import ApiError
 from icejax.serving.lifecycle import BODY_BYTES, TOKEN_BYTES
 from icejax.serving.service import Phase
 
@@ -70,6 +72,7 @@ def server(options: dict[str, Any]) -> Application:
     models = serve.deployment(Replica).options(
         num_replicas=replicas,
         max_ongoing_requests=2 * arguments.slots,  # beyond this another replica prefills the document too
+        max_queued_requests=max(1, arguments.max_queue),
         request_router_config=router,
         ray_actor_options={"num_gpus": gpus},
         graceful_shutdown_timeout_s=arguments.drain_seconds,
@@ -145,16 +148,20 @@ class Front:
             for _ in ("startup", "shutdown"):
                 await send({"type": f"{(await receive())['type']}.complete"})
             return
-        body, more = b"", True
+        body, more = bytearray(), True
         while more and len(body) <= self._most_bytes:  # a replica refuses what is too long
             message = await receive()
             if message["type"] == "http.disconnect":
                 return
-            body, more = body + message.get("body", b""), message.get("more_body", False)
-        plain = {name: scope[name] for name in SCOPE if name in scope}
-        stream = self._replicas.answer.remote(document_of(body), plain, body)
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        plain, whole = {name: scope[name] for name in SCOPE if name in scope}, bytes(body)
+        stream = self._replicas.answer.remote(document_of(whole), plain, whole)
         try:
             async for message in stream:
                 await send(message)
+        except BackPressureError:  # the queue before the replicas is full
+            failure = ApiError(429, "as many requests wait as --max-queue allows: try again later", code="queue_full")
+            await failure.response(path=scope["path"])(scope, receive, send)
         finally:
             stream.cancel()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 from collections.abc import Awaitable
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +62,8 @@ class Guard:
     def _check(self, request: Request) -> None:
         """Raises ApiError for a request without a key, or one that a page of another site makes in a browser."""
         service = self._service
+        if service.hosts and not _is_here(request):
+            raise ApiError(403, "only this machine may ask a server without keys: start it with --api-key")
         if service.hosts and _name(request.headers.get("host", "")) not in service.hosts:
             raise ApiError(403, f"the server is known as {' or '.join(service.hosts)} alone: use that name, or --api-key")
         origin = None if service.keys else request.headers.get("origin")  # no browser adds a key by itself
@@ -69,6 +72,14 @@ class Guard:
         if service.keys and request.scope["path"] not in OPEN and not _is_known(key_of(request), service.keys):
             message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
             raise ApiError(401, message, code="invalid_api_key")
+
+
+def _is_here(request: Request) -> bool:
+    """Says whether a request comes from this machine; one without an address does, as of a socket file."""
+    try:
+        return request.client is None or ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:
+        return True
 
 
 def _name(host: str) -> str:

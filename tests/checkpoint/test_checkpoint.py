@@ -362,14 +362,31 @@ def test_converters_refuse_to_overwrite_unless_forced(folder, tmp_path, capsys):
     assert f"{folder} is the source: choose another place" in capsys.readouterr().err
 
 
+def test_a_folder_whose_writer_was_killed_is_not_converted_into_itself(folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / ".model.old")  # between two renames
+    model = str(tmp_path / "model")
+    assert convert("hf_to_orbax", [model, model, "--force"]) == 2
+    assert f"{model} is the source: choose another place" in capsys.readouterr().err
+    assert (tmp_path / ".model.old" / "config.json").exists()
+
+
+def test_a_name_that_is_no_unicode_is_refused_and_any_other_is_printed_in_one_line(folder, tmp_path, capsys):
+    assert convert("hf_to_orbax", [str(folder), str(tmp_path / os.fsdecode(b"caf\xe9"))]) == 2
+    assert "is no UTF-8 text, which libraries need that write there: choose another name\n" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [folder]
+    assert convert("hf_to_orbax", [str(folder), str(tmp_path / "a\nb")]) == 0
+    assert "a\\nb: an icejax" in capsys.readouterr().out
+
+
 def test_a_conversion_brings_the_vocabulary_and_all_templates(folder, tmp_path):
     source = shutil.copytree(folder, tmp_path / "source")
     (source / "additional_chat_templates").mkdir()
-    for name in ("tekken.json", "additional_chat_templates/tool_use.jinja"):
+    names = ("tekken.json", "vocab.txt", "additional_chat_templates/tool_use.jinja")
+    for name in names:
         (source / name).write_text(name)
     for flags in ([], ["--force"]):
         assert convert("hf_to_orbax", [str(source), str(tmp_path / "orbax"), *flags]) == 0
-        for name in ("tekken.json", "additional_chat_templates/tool_use.jinja"):
+        for name in names:
             assert (tmp_path / "orbax" / name).read_text() == name
 
 

@@ -36,7 +36,8 @@ def asked(monkeypatch):
 
         def answers(self, some, phases):
             asked.append([line.index for line in some])
-            for line, prompt in zip(some, run.lines.prompts(self.arguments, some), strict=True):
+            prompts = run.lines.prompts(self.arguments, some, run.lines.reader(self.arguments))
+            for line, prompt in zip(some, prompts, strict=True):
                 yield line, {"text": prompt.prompt}
 
     monkeypatch.setattr(run, "Answerer", Echo)
@@ -133,10 +134,11 @@ def test_a_file_that_changes_under_a_run_is_told(files):
     arguments = run.options.parser("x").parse_args(["-f", str(prompts), *OPTIONS])
     found = run.lines.read(arguments).all
     assert [(line.number, line.index) for line in found] == [(1, 0), (3, 1), (5, 2)]
-    assert [line.prompt for line in run.lines.prompts(arguments, found[1:])] == ["def f(", "x = 1\n"]
+    read_at = run.lines.reader(arguments)
+    assert [line.prompt for line in run.lines.prompts(arguments, found[1:], read_at)] == ["def f(", "x = 1\n"]
     prompts.write_text(prompts.read_text().replace("def", "fed"))
     with pytest.raises(InputError, match="changed since the run began, in line 3: begin the run again"):
-        list(run.lines.prompts(arguments, found))
+        list(run.lines.prompts(arguments, found, read_at))
 
 
 def test_parquet_files_are_read_and_written(capsys, tmp_path, asked):
@@ -156,9 +158,49 @@ def test_parquet_files_are_read_and_written(capsys, tmp_path, asked):
     assert [(row["line"], row["text"]) for row in found] == [(1, "import os\n"), (3, None)]
     assert command(capsys, *flags[:4])[0] == 0 and asked == [[0, 2], [1, 3]]
     assert [row["text"] for row in parquet.read_table(answers).to_pylist()] == ["import os\n", None, "def f(", "last"]
-    assert command(capsys, *flags[:4], "--quiet")[0] == 0 and len(asked) == 2
+    parquet.write_table(parquet.read_table(answers)[:1], answers)  # as after a run that was killed before it wrote all
+    assert command(capsys, *flags[:4], "--quiet")[0] == 0 and len(asked) == 2 and parquet.read_table(answers).num_rows == 4
+    message = f"{prompts} is no file of answers: give another --output"
+    before = prompts.read_bytes()
+    assert command(capsys, "-f", str(prompts), "-o", str(prompts)) == (2, "", f"icejax.generate: error: {message}\n")
+    assert prompts.read_bytes() == before
     prompts.write_text("no table")
     assert f"error: {prompts} cannot be read as a Parquet file: " in command(capsys, *flags)[2]
+
+
+def test_a_damaged_parquet_file_is_one_line(capsys, tmp_path, asked):
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow"), pytest.importorskip("pyarrow")
+    prompts = tmp_path / "prompts.parquet"
+    no_text = pyarrow.array([b"\xff"], pyarrow.binary()).cast(pyarrow.string(), safe=False)
+    parquet.write_table(pyarrow.table({"prompt": no_text}), prompts)
+    status, out, err = command(capsys, "-f", str(prompts), "-o", str(tmp_path / "answers.jsonl"))
+    assert (status, out, err.count("\n")) == (2, "", 1) and f"error: {prompts} cannot be read as a Parquet file: " in err
+
+
+def test_rows_of_a_parquet_file_are_read_once(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow")
+    from icejax.commands.many import parquet
+
+    opened, path = [], tmp_path / "prompts.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": [str(i) for i in range(600)]}), path)
+    real = parquet._opened
+    monkeypatch.setattr(parquet, "_opened", lambda path: opened.append(path) or real(path))
+    rows = parquet.Rows(path)
+    assert [json.loads(rows.text_at(place))["prompt"] for place in (0, 5, 300, 599)] == ["0", "5", "300", "599"]
+    assert len(opened) == 1 and rows.text_at(4) == '{"prompt": "4"}' and len(opened) == 2
+    with pytest.raises(InputError, match="has fewer rows: begin the run again"):
+        rows.text_at(600)
+
+
+def test_a_line_that_the_template_refuses_is_named(capsys, files, bundled, monkeypatch):
+    monkeypatch.setattr(answerer, "load", lambda *_: bundled)
+    prompts, answers = files
+    prompts.write_text('\n{"prompt": ""}\n')
+    line = f"icejax.generate: error: {prompts}, line 2: a message is empty: expected some text\n"
+    assert command(capsys, "-f", str(prompts), "-o", str(answers), "--chat", "--quiet", *OPTIONS) == (2, "", line)
+    prompts.write_text('{"prompt": "\\ud800"}\n')
+    line = f"icejax.generate: error: {prompts}, line 1: 'prompt' must be Unicode text: it has half of a surrogate pair\n"
+    assert command(capsys, "-f", str(prompts), "-o", str(answers), *OPTIONS) == (2, "", line)
 
 
 REFUSED = {

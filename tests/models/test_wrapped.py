@@ -116,7 +116,7 @@ def test_a_method_may_name_modules_in_any_form(name):
 
 
 @pytest.mark.slow
-def test_a_quantised_mistral_with_images_is_read_and_converted(tmp_path):
+def test_a_quantised_mistral_with_images_is_read_and_converted(tmp_path, capsys):
     """On the hub, `modules_to_not_convert` has the names of transformers' modules, not of the tensors."""
     theirs = mistral3("ministral3-plain")
     weights = quantised.save(theirs, tmp_path / "hf", quantised.FORMATS["fp8-blocks"])
@@ -128,6 +128,10 @@ def test_a_quantised_mistral_with_images_is_read_and_converted(tmp_path):
     np.testing.assert_allclose(actual, weights[key], rtol=1e-6, atol=1e-6)
     for source, target in (("hf", "orbax"), ("orbax", "back")):
         assert convert.main([str(tmp_path / source), str(tmp_path / target)], name="icejax convert") == 0
+        warned = (
+            "tensors that icejax does not use are not copied: multi_modal_projector.linear_1.weight" in capsys.readouterr().err
+        )
+        assert warned == (source == "hf")
         assert same_arrays(load_model(tmp_path / target, dtype="float32"), model)
 
 

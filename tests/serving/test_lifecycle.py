@@ -10,11 +10,13 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
+from starlette.requests import Request
 
 from icejax.checks.errors import InputError
 from icejax.engine.response import GenerationResponse
 from icejax.engine.serving.scheduler import Load
-from icejax.serving.guard import read_body
+from icejax.serving.errors import ApiError
+from icejax.serving.guard import Guard, read_body
 from icejax.serving.lifecycle import Server
 from icejax.serving.service import Phase, Service
 from icejax.serving.warm import warm_up
@@ -111,6 +113,17 @@ def test_callers_with_other_keys_share_no_cache(engine):
             engine.handles[-1].give(piece("x", "stop"))
     salts = [options["cache_salt"] for _, options in engine.asked]
     assert len({*salts}) == 3 and salts[0] == salts[3] and not any("Bearer" in salt for salt in salts)
+
+
+def test_a_server_without_keys_is_asked_by_its_own_machine_alone(engine):
+    """Behind Ray Serve's proxy the service has no socket, so that the address is the client's only sign."""
+    request = Request(dict(type="http", headers=[(b"host", b"localhost")], path="/v1/models", client=("10.0.0.9", 5)))
+    guard = Guard(None, SimpleNamespace(hosts=("localhost",), keys=()))
+    with pytest.raises(ApiError, match="only this machine may ask a server without keys: start it with --api-key"):
+        guard._check(request)
+    for client in (("127.0.0.1", 5), ("::1", 5), None):
+        request.scope["client"] = client
+        guard._check(request)
 
 
 def test_pages_of_other_sites_and_names_are_refused(engine):

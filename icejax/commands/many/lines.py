@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -77,22 +78,30 @@ def read(arguments: argparse.Namespace) -> Lines:
     for number, start, text in found:
         prompt = prompt_line(f"{path}, line {number}", text)
         kind = prompt.messages is None, bool(prompt.tools), bool(prompt.chat_template_kwargs), str(prompt.sampling)
-        lines.kinds.setdefault(kind, prompt)
+        lines.kinds.setdefault(kind, dataclasses.replace(prompt, prompt="", messages=None if prompt.messages is None else []))
         lines.all.append(Line(number, len(lines.all), start, key(options_text, number, text)))
     if not lines.all:
         raise InputError(f"{path} holds no prompt: expected one JSON object with 'prompt' or 'messages' per line")
     return lines
 
 
-def prompts(arguments: argparse.Namespace, lines: Sequence[Line]) -> Iterator[PromptLine]:
-    """Yields the prompts of some lines, read again; InputError if the file is no longer the one that was read at first."""
-    path, options_text = Path(arguments.prompt_file), identity(arguments)
+def reader(arguments: argparse.Namespace) -> Callable[[int], str]:
+    """Returns what reads a line of --prompt-file by its `start`."""
+    path = Path(arguments.prompt_file)
     if _is_parquet(path):
         from icejax.commands.many.parquet import Rows
 
-        read_at = Rows(path).text_at
-    else:
-        read_at = partial(text_at, path, context_length=arguments.context_length or POSITIONS)
+        return Rows(path).text_at
+    return partial(text_at, path, context_length=arguments.context_length or POSITIONS)
+
+
+def prompts(arguments: argparse.Namespace, lines: Sequence[Line], read_at: Callable[[int], str]) -> Iterator[PromptLine]:
+    """Yields the prompts of some lines, read again; InputError if the file is no longer the one that was read at first.
+
+    Args:
+        read_at: what `reader` returns; lines in ascending order are read fastest.
+    """
+    path, options_text = Path(arguments.prompt_file), identity(arguments)
     for line in lines:
         text = read_at(line.start)
         if key(options_text, line.number, text) != line.key:

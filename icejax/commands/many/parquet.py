@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +25,42 @@ TOGETHER = 256  # rows in memory at once
 
 def rows(path: Path) -> Iterator[tuple[int, int, str]]:
     """Yields the number of each row, from 1, its place and its JSON; InputError if the file cannot be read."""
+    place = 0
     with _opened(path) as file:
         batches = file.iter_batches(batch_size=TOGETHER)
-        for place, row in enumerate(row for batch in batches for row in batch.to_pylist()):
-            yield place + 1, place, _text(path, place, row)
+        while True:
+            with _errors_told(path):
+                batch = next(batches, None)
+                some = [] if batch is None else batch.to_pylist()
+            if batch is None:
+                return
+            for row in some:
+                yield place + 1, place, _text(path, place, row)
+                place += 1
 
 
 class Rows:
-    """Rows of a file by their places, of which a group is in memory at a time."""
+    """Rows of a file by their places; those at ascending places are read in one pass."""
 
     def __init__(self, path: Path) -> None:
         """Opens the file; InputError if it cannot be read."""
-        self._path, self._file, self._group = path, _opened(path), -1
-        about = self._file.metadata
-        self._ends = list(itertools.accumulate(about.row_group(i).num_rows for i in range(about.num_row_groups)))
+        self._path, self._rows, self._next = path, rows(path), 0
 
     def text_at(self, place: int) -> str:
         """Returns the JSON of a row."""
-        group = next((i for i, end in enumerate(self._ends) if place < end), None)
-        if group is None:
+        if place < self._next:
+            self._rows, self._next = rows(self._path), 0
+        row = next(itertools.islice(self._rows, place - self._next, None), None)
+        if row is None:
             raise InputError(f"{self._path} has changed since the run began, and has fewer rows: begin the run again")
-        if group != self._group:
-            self._table, self._group = self._file.read_row_group(group), group
-        first = self._ends[group] - self._table.num_rows
-        [row] = self._table.slice(place - first, 1).to_pylist()
-        return _text(self._path, place, row)
+        self._next = place + 1
+        return row[2]
+
+
+def check_output(path: Path) -> None:
+    """Raises InputError if a file is no table of answers, which a run may replace."""
+    if path.exists() and _opened(path).schema_arrow.names != _schema().names:
+        raise InputError(f"{path} is no file of answers: give another --output")
 
 
 def write(answers: Path, path: Path) -> None:
@@ -66,8 +78,12 @@ def write(answers: Path, path: Path) -> None:
 
 
 def _opened(path: Path) -> parquet.ParquetFile:
-    with input_error_from(f"{path} cannot be read as a Parquet file"):
+    with _errors_told(path):
         return parquet.ParquetFile(path)
+
+
+def _errors_told(path: Path) -> AbstractContextManager[None]:
+    return input_error_from(f"{path} cannot be read as a Parquet file")
 
 
 def _text(path: Path, place: int, row: dict[str, Any]) -> str:

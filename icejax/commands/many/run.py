@@ -63,7 +63,10 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     kinds = list(found.kinds.values())
     check_template_use(kinds, arguments)
     options.tell_greedy(arguments, [prompt.options(options.answer(arguments)).sampling for prompt in kinds])
-    as_table = arguments.output.suffix == ".parquet"
+    if as_table := arguments.output.suffix == ".parquet":
+        from icejax.commands.many import parquet  # it imports pyarrow
+
+        parquet.check_output(arguments.output)
     growing = arguments.output.with_name(f"{arguments.output.name}.jsonl") if as_table else arguments.output
     with opened(growing) as output:
         output.check(found.all)
@@ -73,9 +76,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
             for done, (line, fields) in enumerate(_answers(arguments, waiting, console, phases), start=1):
                 output.add(line, fields)
                 phases("lines", done, len(waiting))
-        if as_table and (waiting or not arguments.output.exists()):
-            from icejax.commands.many import parquet  # it imports pyarrow
-
+        if as_table:
             parquet.write(growing, arguments.output)
     if not arguments.quiet:
         part = "" if count == 1 else f" of shard {index}/{count}"

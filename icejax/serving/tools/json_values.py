@@ -79,7 +79,7 @@ class ArgumentsReader:
 class CallReader:
     """Reads one call, `{"name": NAME, "arguments": {...}}`, whose keys may come in any order.
 
-    Arguments that are a JSON text of JSON, as some models write them, come without the outer quotes.
+    Arguments that are a JSON text of JSON, as some models write them, come without the outer quotes. An empty text is `{}`.
 
     Attributes:
         over: whether the object is complete.
@@ -173,7 +173,7 @@ class CallReader:
         """Takes a value that is complete."""
         raw, self._expects = "".join(self._raw), ","
         if self._key in self._arguments and self._is_text:
-            self._write(_loaded(raw, raw), events, piece)
+            self._write(_loaded(raw, raw) or "{}", events, piece)
         elif self._key == "name" and self._name is None:
             name = _loaded(raw, None)
             if not isinstance(name, str) or not name:

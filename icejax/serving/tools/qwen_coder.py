@@ -159,8 +159,10 @@ class FunctionReader:
         return [*events, *([CallEnd(self._index)] if self.over else [])], behind
 
     def cut(self) -> list[Event]:
-        """Returns the end of a call that the answer's end cuts."""
-        return [CallEnd(self._index)] if self.begun and not self.over else []
+        """Returns the end of a call that the answer's end cuts; between two parameters the arguments are closed."""
+        if not self.begun or self.over:
+            return []
+        return [*([CallArguments(self._index, "}")] if self._kinds is None else []), CallEnd(self._index)]
 
     def _step(self, events: list[Event], pieces: list[str]) -> bool:
         """Takes a mark, or text of a parameter; False: more text must come."""

@@ -60,6 +60,7 @@ TRANSCRIPTS = [
     ("hermes", f'<tool_call>{{"name": "f", "arguments": {TRICKY}}}</tool_call>', call(0, "f", TRICKY)),
     ("hermes", f'<tool_call>{{"name": "f", "arguments": {json.dumps(ROME)}}}</tool_call>', call(0, "f", ROME)),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', call(0, "f", "{}")),
+    ("hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>', call(0, "f", "{}")),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', [CallBegin(0, "f"), CallArguments(0, '{"a": 1'), CallEnd(0)]),
     ("hermes", "a < b <tool_ca", [Text("a < b <tool_ca")]),
     ("hermes", "<tool_call>nothing</tool_call>", [Text("<tool_call>nothing</tool_call>")]),
@@ -122,6 +123,7 @@ TRANSCRIPTS = [
     ("qwencoder", xml("typed", maybe="5", days="few"), call(0, "typed", '{"maybe": "5", "days": "few"}')),
     ("qwencoder", xml("typed", days="NaN", list="[-Infinity]"), call(0, "typed", '{"days": "NaN", "list": "[-Infinity]"}')),
     ("qwencoder", "<tool_call><function=f></function></tool_call>", call(0, "f", "{}")),
+    ("qwencoder", "<tool_call><function=f>\n<parameter=a>\n1\n</parameter>\n", call(0, "f", '{"a": "1"}')),
     ("qwencoder", xml("typed", text=""), call(0, "typed", '{"text": ""}')),
     ("qwencoder", "<tool_call>\n{}\n</tool_call>", [Text("<tool_call>\n{}\n</tool_call>")]),
     (
