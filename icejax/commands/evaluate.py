@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from icejax import __version__
 from icejax.api.choice import batch_choice
 from icejax.api.prompts import check_context
 from icejax.cache.options import make_policy
@@ -34,6 +35,7 @@ from icejax.models.decoder import CausalLM
 from icejax.runtime import processes
 from icejax.runtime.mesh import holders
 from icejax.runtime.out_of_memory import report_out_of_memory
+from icejax.text.encode import encode
 
 AGAINST = "full"  # the cache that others are compared with, unless the command line names one
 PACKAGES = {"lm_eval": "the benchmarks are those of lm-eval", "matplotlib": "the report draws with matplotlib"}
@@ -59,7 +61,7 @@ def parser(name: str) -> Parser:
     tasks.add_argument("--include-path", type=Path, metavar="DIR", help="a folder with task files (YAML) of your own")
     tasks.add_argument("-L", "--limit", type=int, metavar="N", help="samples of each task (default: all)")
     tasks.add_argument("-k", "--num-fewshot", "--num_fewshot", type=int, metavar="K", help="examples (default: the task's)")
-    gen_help = "options of the answers over the task's, as in max_gen_toks=64,temperature=0.5"
+    gen_help = "options of the answers over the task's, as in max_gen_toks=64,do_sample=True,temperature=0.5"
     tasks.add_argument("--gen-kwargs", "--gen_kwargs", metavar="KEY=VALUE,...", help=gen_help)
     tasks.add_argument("--chat", "--apply_chat_template", action="store_true", help="put prompts into the chat template")
     tasks.add_argument("--system", "--system_instruction", metavar="TEXT", help="system message, with --chat")
@@ -92,7 +94,7 @@ def _parse_and_run(argv: list[str] | None, name: str) -> None:
             return
         if arguments.tasks is not None:
             raise InputError("--compare reads runs that are there, and runs none: leave --tasks out")
-        _report(arguments, arguments.compare)
+        _report(arguments, arguments.compare, arguments.against or AGAINST)
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -116,8 +118,9 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
     if arguments.quiet:
         os.environ["TQDM_DISABLE"] = "1"  # tqdm reads it when it is imported; lm-eval's own bars have no other switch
     policy, other = options.policy(arguments), None if arguments.against is None else make_policy(arguments.against, {})
-    if other is not None and other == policy:
-        raise InputError(f"--against {arguments.against} is the cache that is scored: name another one")
+    if policy is not None and other is not None and cache_folder(arguments, other) == cache_folder(arguments, policy):
+        same = f"--against {arguments.against} has the name and budget of the cache that is scored"
+        raise InputError(f"{same}: expected another cache or --budget")
     if is_first(arguments):
         _try_output(arguments.output)
     model, tokenizer = loaded(arguments, console)
@@ -134,7 +137,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> None:
     models = (harness_model(arguments, model, tokenizer, policy, _stream(arguments)) for policy in policies)
     folders = [score(arguments, one) for one in models]
     if is_first(arguments):
-        _report(arguments, folders)
+        _report(arguments, folders, folders[-1])
     processes.from_first(None)  # at the end of a group the others wait for a minute only
 
 
@@ -163,13 +166,13 @@ def loaded(arguments: argparse.Namespace, console: Console) -> tuple[CausalLM, A
     return model, tokenizer
 
 
-def _report(arguments: argparse.Namespace, folders: list[Path]) -> None:
-    """Writes the report on the runs in some folders into the output, and prints its table."""
+def _report(arguments: argparse.Namespace, folders: list[Path], against: str | Path) -> None:
+    """Writes the report on the runs in some folders into the output, and prints its table; `against` as in `rows`."""
     from icejax.evaluation.report import page, runs, table
 
     finished = runs.read(folders)
     with _written(arguments.output):
-        found = page.write(arguments.output, finished, arguments.against or AGAINST)
+        found = page.write(arguments.output, finished, against)
     write(table.text(found))
     if not arguments.quiet:
         write(f"{arguments.output / 'report.html'}\n")
@@ -204,6 +207,7 @@ def harness_model(
     from icejax.evaluation.harness import HarnessModel
 
     identity = fingerprint(model, policy, tokenizer) | dict(weights=weights_sum(model), context=arguments.context_length)
+    identity |= dict(icejax=__version__, special_tokens=encode(tokenizer, "a", special_tokens=True, parse_special=True))
     if (count := holders(model.mesh, latent=model.config.latent is not None)) > 1:
         identity["copies"] = count  # each chooses pages for its own query heads
     answers = Answers()
@@ -247,7 +251,8 @@ def score(arguments: argparse.Namespace, harness_model: Any) -> Path:
     from icejax.evaluation.report.about import ABOUT, about
 
     scores, folder = run_tasks(arguments, harness_model), cache_folder(arguments, harness_model.cache)
-    scores.results[ABOUT] = about(harness_model, model_name(arguments.model), chat=arguments.chat)
+    asked = dict(chat=arguments.chat, system=arguments.system, quantize=arguments.quantize)
+    scores.results[ABOUT] = about(harness_model, model_name(arguments.model), **asked)
     if is_first(arguments):
         with _written(folder):
             scores.save(folder)

@@ -49,7 +49,9 @@ class Answers:
     def _take(self, line: bytes) -> None:
         """Takes an answer of the file, or its first line."""
         if not self._is_begun and not (self._first + b"\n").startswith(line):
-            raise InputError(f"{self._path} has answers of another model, cache or context length: give another --output")
+            raise InputError(
+                f"{self._path} has answers of another model, cache, context length or version: give another --output"
+            )
         if line.endswith(b"\n") and self._is_begun:
             try:
                 answer = json.loads(line)

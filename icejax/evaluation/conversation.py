@@ -11,6 +11,9 @@ from icejax.engine.response import GenerationResponse
 from icejax.models.decoder import CausalLM
 from icejax.session.session import Session
 
+# 11:00 UTC on 26 July 2024, one date in nearly all time zones: templates that name the date give equal prompts on all days.
+STARTED = 1721991600.0
+
 
 def answers(
     model: CausalLM,
@@ -40,6 +43,7 @@ def answers(
     """
     limits = dict(host_memory_limit=host_memory_limit)
     session = Session(model, tokenizer, cache=cache, context_length=length, system=system, **limits)
+    session.started = STARTED
 
     def ask(session: Session, question: str, count: int) -> GenerationResponse:
         if chat:  # an answer that ended at a stop string would be prefilled again

@@ -14,15 +14,14 @@ from typing import Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from icejax.api.generate import stream_generate
-from icejax.api.prompts import chat, check_context
+from icejax.api.prompts import check_context
 from icejax.cache.protocol import CachePolicy
-from icejax.cache.registry import display_name
+from icejax.cache.registry import ON_DEVICE, display_name
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
 from icejax.engine.request import Request
@@ -32,6 +31,8 @@ from icejax.evaluation import conversation
 from icejax.evaluation.answers import Answers
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
+from icejax.text.chat_messages import checked_messages
+from icejax.text.chat_template import render
 from icejax.text.encode import encode
 
 MEASURED = ("prompt_tokens", "new_tokens", "ttft_s", "compile_s", "tpot_s")  # of a response
@@ -39,7 +40,6 @@ RESERVED = ("device_kv_bytes", "digest_bytes", "host_kv_bytes")  # of its run
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # names of generation_kwargs that `Sampling` has
 
 
-@register_model("icejax")
 class HarnessModel(TemplateLM):
     """A model with a cache policy, as the harness calls it.
 
@@ -57,7 +57,7 @@ class HarnessModel(TemplateLM):
         model: CausalLM,
         tokenizer: Any,
         *,
-        cache: CachePolicy,
+        cache: CachePolicy = ON_DEVICE,
         batch_size: int = 4,
         max_length: int | None = None,
         max_gen_toks: int = 256,
@@ -106,7 +106,7 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Returns a chat in the tokenizer's template, rendered in a process of its own; a last answer is continued."""
         del add_generation_prompt  # the harness sets it where the last message is the assistant's
-        return str(chat(self.tokenizer, chat_history))
+        return str(render(self.tokenizer, checked_messages("messages", chat_history), now=conversation.STARTED))
 
     @property
     def place(self) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class HarnessModel(TemplateLM):
                 f"generation_kwargs cannot be read ({error}): expected numbers of tokens and a temperature"
             ) from None
         stop, count, samples = options.pop("until"), options.pop("max_gen_toks"), options.pop("do_sample")
-        sampling = {name: options.pop(name) for name in SAMPLING if name in options}
+        sampling = dict(temperature=1.0) | {name: options.pop(name) for name in SAMPLING if name in options}  # as transformers
         if options:
             raise InputError(f"generation_kwargs has {', '.join(options)}: expected until, max_gen_toks, {', '.join(SAMPLING)}")
         if count >= self.max_length:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-DRAWS = 10_000
+DRAWS, BLOCK = 10_000, 100  # resamples, and how many of them are in memory at once
 SEED = 0
 
 
@@ -22,6 +22,7 @@ class Difference(NamedTuple):
 def difference(scores: Sequence[float], others: Sequence[float]) -> Difference:
     """Returns the mean of `scores - others`, sample by sample, and the 2.5th and 97.5th percentiles of its bootstrap means."""
     differences = np.asarray(scores, float) - np.asarray(others, float)
-    chosen = np.random.default_rng(SEED).integers(len(differences), size=(DRAWS, len(differences)))
-    low, high = np.percentile(differences[chosen].mean(1), [2.5, 97.5])
+    rng, size = np.random.default_rng(SEED), (BLOCK, len(differences))
+    means = [differences[rng.integers(len(differences), size=size)].mean(1) for _ in range(DRAWS // BLOCK)]
+    low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
     return Difference(float(differences.mean()), float(low), float(high))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from lm_eval import evaluator
 from lm_eval.tasks import TaskManager
+from lm_eval.utils import simple_parse_args_string
 
 from icejax.checks.errors import InputError
 from icejax.evaluation.generated.tasks import TASKS
@@ -16,8 +21,11 @@ from icejax.evaluation.scores import Scores
 from icejax.evaluation.setting import Setting
 from icejax.evaluation.tasks import local, ruler
 
+DRAWS = 1000  # for standard errors that have no formula; lm-eval's 100,000 would take minutes to an hour in one process
 # How lm-eval's samplers of examples, and the `random.sample` in them, begin to say that a task has too few examples.
 TOO_FEW = ("Sample larger than population", "Error: number of fewshot samples", "Error: no documents available")
+TWICE = "Duplicate task"  # how lm-eval begins to say that two groups share a task
+UNSAFE = ("confirm_run_unsafe_code", "executes untrusted")  # what it says of tasks that run the model's programs
 
 
 def _commit() -> str | None:
@@ -40,24 +48,34 @@ def evaluate(
     include_path: Path | None = None,
     lengths: tuple[int, ...] | None = None,
     text: Path | None = None,
+    gen_kwargs: str | None = None,
     **options: Any,
 ) -> Scores:
     """Returns the scores of a model on tasks.
 
     Args:
-        names: names of tasks or groups of tasks.
+        names: names of tasks or groups of tasks, or patterns such as mmlu_*, which stand for all single tasks of such names.
         data: folder of local files, for tasks that `tasks.local` has.
         include_path: a folder with task files of the user's own.
         lengths, text: of `generated.tasks.TASKS`, as in `Setting`; `lengths` also of RULER's tasks whose names have none.
-        options: of `lm_eval.simple_evaluate`: limit, num_fewshot, gen_kwargs, apply_chat_template, system_instruction.
+        gen_kwargs: options of the answers, as in "max_gen_toks=64".
+        options: of `lm_eval.simple_evaluate`: limit, num_fewshot, apply_chat_template, system_instruction.
 
     Raises:
-        InputError: a task is unknown, its data cannot be had, or an option is out of range.
+        InputError: a task is unknown, its data or a package cannot be had, or an option is out of range.
     """
+    generation = _generation(gen_kwargs)
     names = [sized for name in names for sized in ruler.sized(name, lengths)]
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
-    local_names = {name for name in names if data is not None and local.has(name)}
-    unknown = [name for name in names if not (name in TASKS or name in local_names or manager.match_tasks([name]))]
+
+    def is_local(name: str) -> bool:
+        return data is not None and local.has(name)
+
+    def matches(name: str) -> list[str]:
+        is_name = name in TASKS or is_local(name) or name in manager.all_tasks
+        return [name] if is_name else fnmatch.filter(manager.all_subtasks, name)
+
+    unknown = [name for name in names if not matches(name)]
     if unknown and data is None and local.has(unknown[0]):
         raise InputError(f"the task {unknown[0]} is one of local files: give their folder by --data DIR")
     if unknown:
@@ -67,19 +85,46 @@ def evaluate(
     def task(name: str) -> Any:
         if name in TASKS:
             return TASKS[name](setting)
-        return local.local_task(name, setting) if name in local_names else name
+        return local.local_task(name, setting) if is_local(name) else name
 
+    os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork to bootstrap, and JAX has threads
+    options |= dict(task_manager=manager, gen_kwargs=generation, log_samples=True, bootstrap_iters=DRAWS)
     try:
-        tasks = [task(name) for name in names]
-        results = evaluator.simple_evaluate(model, tasks=tasks, task_manager=manager, log_samples=True, **options)
+        tasks = [task(match) for match in dict.fromkeys(match for name in names for match in matches(name))]
+        with contextlib.redirect_stdout(sys.stderr):  # lm-eval prints what it does
+            results = evaluator.simple_evaluate(model, tasks=tasks, **options)
+    except ImportError as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"a task of lm-eval needs a package that is not there ({reason}): install it with pip") from None
     except (ConnectionError, FileNotFoundError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"the data of a task cannot be had: {reason}; --data reads local files") from None
     except (AssertionError, ValueError) as error:
-        if not str(error).startswith(TOO_FEW):
-            raise
-        raise InputError("a task has fewer examples than --num-fewshot asks for: give a smaller number") from None
+        raise _refusal(error) from None
     return Scores.of(results)
+
+
+def _generation(gen_kwargs: str | None) -> dict[str, Any] | None:
+    """Returns the options of the answers; InputError for a temperature that would have no effect."""
+    given = simple_parse_args_string(gen_kwargs)
+    if given.get("do_sample"):
+        return dict(temperature=1.0) | given  # tasks such as gsm8k set it to 0
+    if given.get("temperature"):
+        raise InputError("--gen-kwargs: a temperature has no effect without do_sample=True, so give both")
+    return given or None
+
+
+def _refusal(error: Exception) -> Exception:
+    """Returns an InputError for an error by which lm-eval refuses what the user asked for, and any other error as it is."""
+    text = str(error)
+    if text.startswith(TOO_FEW):
+        return InputError("a task has fewer examples than --num-fewshot asks for: give a smaller number")
+    if text.startswith(TWICE):
+        return InputError(f"{text}: leave one of them out of --tasks")
+    if any(part in text for part in UNSAFE):
+        ours = "with --data DIR, humaneval, humaneval_plus and mbpp_plus run them in a sandbox"
+        return InputError(f"a task of lm-eval runs the model's programs unprotected: {ours}")
+    return error
 
 
 def _chat_tokens(

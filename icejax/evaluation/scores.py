@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from numbers import Real
@@ -26,6 +27,7 @@ class Scores:
         errors: its standard error; a metric without one is left out.
         samples: scores of the single samples by the sample's name, of metrics that have one number per sample. Two samples
             with the same name have the same question and prompt.
+        higher_is_better: whether a higher score of each metric is better; None if the task does not say.
         places: for a task whose samples name their length, the length in tokens and the depth in percent (None: it has none) of
             each sample, by its name.
     """
@@ -33,13 +35,17 @@ class Scores:
     results: dict[str, Any]
     totals: dict[Metric, float]
     errors: dict[Metric, float]
+    higher_is_better: dict[Metric, bool | None]
     samples: dict[Metric, dict[str, float]]
     places: dict[str, dict[str, tuple[int, float | None]]]
 
     @classmethod
     def of(cls, results: dict[str, Any]) -> Scores:
         """Returns the scores in the results of `lm_eval.simple_evaluate` with log_samples."""
-        return cls(results, *_totals(results), *_by_sample(results["samples"]))
+        totals, errors = _totals(results)
+        said = results.get("higher_is_better", {})
+        higher = {(task, name): said.get(task, {}).get(name.partition(",")[0]) for task, name in totals}
+        return cls(results, totals, errors, higher, *_by_sample(results["samples"]))
 
     @classmethod
     def read(cls, folder: Path) -> Scores:
@@ -57,6 +63,11 @@ class Scores:
             raise InputError(f"{folder} has no {missing}: expected a folder that a finished icejax evaluate wrote") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"{folder} has scores that cannot be read ({error}): run icejax evaluate again") from None
+
+    def is_mean(self, metric: Metric) -> bool:
+        """Returns whether a score is the mean of its samples' values; lm-eval's `perplexity`, for one, is exp(-mean)."""
+        values = self.samples.get(metric, {}).values()
+        return bool(values) and math.isclose(self.totals[metric], sum(values) / len(values), rel_tol=1e-9, abs_tol=1e-12)
 
     def save(self, folder: Path) -> None:
         """Writes `results.json` and a `samples_TASK.jsonl` for each task, which only the user may read."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from icejax.checks.errors import InputError
 from icejax.evaluation.harness import HarnessModel
 
-TEMPLATE = 64  # tokens that are left for a chat template
+TEMPLATE = 64  # least tokens that generated samples leave for a chat template
 
 
 @dataclass(frozen=True, eq=False)  # counts of tokens are cached by setting
@@ -37,13 +37,22 @@ class Setting:
         """Maximum number of tokens of a prompt and its answer."""
         return self.model.max_length
 
+    @property
+    def template_tokens(self) -> int:
+        """Number of tokens that generated samples leave for the chat template and the system message."""
+        return max(TEMPLATE, self.chat_tokens)
+
     def lengths_for(self, task: str, proposed: Sequence[int], *, least: int) -> list[int]:
-        """Returns the lengths asked for, or else the proposed ones that fit the context.
+        """Returns the lengths asked for, or else the proposed ones that fit.
+
+        Args:
+            least: the least length that leaves room for a sample beside a template of `TEMPLATE` tokens.
 
         Raises:
-            InputError: a length asked for does not fit, or is less than `least`, or no proposed one fits.
+            InputError: a length asked for does not fit the context or has no room for a sample, or no proposed one fits.
         """
-        asked = list(self.lengths or [length for length in proposed if length <= self.context_length])
+        least += self.template_tokens - TEMPLATE
+        asked = list(self.lengths or [length for length in proposed if least <= length <= self.context_length])
         if not asked or min(asked) < least or max(asked) > self.context_length:
             got = f", got {', '.join(map(str, asked))}" if self.lengths else ""
             raise InputError(f"the task {task} needs --lengths from {least} to the context of {self.context_length}{got}")

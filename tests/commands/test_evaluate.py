@@ -1,5 +1,6 @@
 """`icejax evaluate`: a task on the bundled model, its table and files, and what it refuses."""
 
+import copy
 import gzip
 import importlib.util
 import json
@@ -8,9 +9,11 @@ import stat
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from icejax.api.generate import ASSETS
-from icejax.cache.registry import display_name
+from icejax.cache.registry import ON_DEVICE, display_name
+from icejax.checks.errors import InputError
 from icejax.commands import evaluate
 from tests import tolerances
 from tests.helpers.in_processes import generate, model_folder, start
@@ -86,7 +89,7 @@ def test_two_caches_are_scored_in_pairs_and_a_run_goes_on(tmp_path, tasks, capfd
     assert rows[0]["host_bytes"] > 0 == rows[1]["host_bytes"] and rows[0]["versions"].keys() >= {"icejax", "jax", "lm_eval"}
     assert "clustered 96" in (tmp_path / "report" / "report.html").read_text()
     assert run(*command, "--cache", "full", "--context-length", 300) == 2
-    assert "another model, cache or context length" in capfd.readouterr().err
+    assert "another model, cache, context length or version" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -110,6 +113,18 @@ def test_a_cache_that_nobody_names_is_not_the_one_it_is_compared_with(tmp_path, 
     harness = ["--num_fewshot", 2, "--gen_kwargs", "max_gen_toks=4", "--log_samples", "--limit", 1, "--apply_chat_template"]
     assert run("--tasks", "letters", "--output", tmp_path, "--context-length", 512, *harness, *options) == 0
     assert [f"{display_name(policy)} {policy.budget}" for policy in scored] == caches
+
+
+def test_a_run_is_compared_with_the_cache_that_against_names(tmp_path, bundled, monkeypatch):
+    told = []
+    monkeypatch.setattr(evaluate, "loaded", lambda *_: bundled)
+    monkeypatch.setattr(evaluate, "harness_model", lambda arguments, model, tokenizer, policy, stream: policy)
+    monkeypatch.setattr(evaluate, "score", evaluate.cache_folder)
+    monkeypatch.setattr(evaluate, "_report", lambda arguments, folders, against: told.append((folders, against)))
+    command = ["--tasks", "letters", "--output", tmp_path, "--cache", "clustered", "--budget", 64, "--against", "clustered"]
+    assert run(*command) == 0 and run("--compare", tmp_path) == 0 and run("--compare", tmp_path, "--against", "h2o") == 0
+    scored = [tmp_path / "clustered-64", tmp_path / "clustered-256"]
+    assert told == [(scored, scored[1]), ([tmp_path], "full"), ([tmp_path], "h2o")]
 
 
 @pytest.mark.slow
@@ -218,7 +233,11 @@ def test_functions_are_asked_for_in_sessions(tmp_path, capsys, monkeypatch):
         (["--tasks", "letters", "--num_fewshot", "-1"], "--num-fewshot must be at least 0, got -1"),
         (["--tasks", "letters", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--tasks", "letters", "--data", "/nowhere"], "--data must be a folder, got /nowhere"),
-        (["--tasks", "letters", "--cache", "full", "--against", "full"], "is the cache that is scored"),
+        (["--tasks", "letters", "--cache", "full", "--against", "full"], "has the name and budget of the cache that is scored"),
+        (
+            ["--tasks", "letters", "--cache", "clustered", "--cache-option", "reuse=3", "--against", "clustered"],
+            "--against clustered has the name and budget of the cache that is scored: expected another cache or --budget",
+        ),
         (["--tasks", "letters", "--against", "no"], "no"),
         (["--tasks", "letters", "--include-path", "/nowhere"], "--include-path"),
         (["--tasks", "letters", "--compare", "."], "--compare reads runs that are there, and runs none: leave --tasks out"),
@@ -249,12 +268,27 @@ def test_an_output_that_cannot_be_written_is_one_line_before_the_model_loads(tmp
     assert taken.read_text() == "mine"
 
 
+def test_answers_of_another_version_or_with_other_special_tokens_are_refused(tmp_path, bundled, monkeypatch):
+    model, tokenizer = bundled
+    arguments = evaluate.parser("icejax evaluate").parse_args(["--tasks", "letters", "--output", str(tmp_path)])
+    evaluate.harness_model(arguments, model, tokenizer, ON_DEVICE).answers.close()
+    evaluate.harness_model(arguments, model, tokenizer, ON_DEVICE).answers.close()
+    other = copy.deepcopy(tokenizer)
+    backend, end = other.backend_tokenizer, tokenizer.eos_token
+    backend.post_processor = TemplateProcessing(single=f"{end} $A", special_tokens=[(end, tokenizer.eos_token_id)])
+    with pytest.raises(InputError, match="another model, cache, context length or version"):
+        evaluate.harness_model(arguments, model, other, ON_DEVICE)
+    monkeypatch.setattr(evaluate, "__version__", "0.0.1")
+    with pytest.raises(InputError, match="another model, cache, context length or version"):
+        evaluate.harness_model(arguments, model, tokenizer, ON_DEVICE)
+
+
 @pytest.mark.slow
 def test_a_task_that_nobody_has_and_missing_data(tmp_path, capsys):
     assert run("--tasks", "no_such_task", "--output", tmp_path / "a") == 2
     assert "no task is named no_such_task" in capsys.readouterr().err
     assert run("--tasks", "gsm8k", "--data", tmp_path, "--output", tmp_path / "a") == 2
-    assert "--data has no gsm8k/train-head.jsonl" in capsys.readouterr().err
+    assert "--data has no train-head.jsonl" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("missing", ["lm_eval", "matplotlib"])

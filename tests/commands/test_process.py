@@ -260,6 +260,18 @@ launch.launch("work", name="work")
     assert process.stderr == ("work: warning: stdout takes ascii, not UTF-8: other characters are written as escapes\n")
 
 
+def test_forked_processes_end_without_the_command():
+    """A pool ends its processes by SIGTERM."""
+    code = """
+import multiprocessing
+from icejax.commands.terminal import process
+process._own_signals()
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    assert pool.map(abs, [-1, -2]) == [1, 2]
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=WAIT_S).returncode == 0
+
+
 def test_errors_become_statuses(capsys, monkeypatch):
     def refuse():
         raise InputError("no")

@@ -46,7 +46,7 @@ def test_other_answers_are_refused_and_stay(tmp_path):
     file = tmp_path / "answers.jsonl"
     Answers(file, IDENTITY).add("k", 1, TOOK)
     before = file.read_bytes()
-    with pytest.raises(InputError, match="another model, cache or context length"):
+    with pytest.raises(InputError, match="another model, cache, context length or version"):
         Answers(file, IDENTITY | dict(cache="clustered"))
     assert file.read_bytes() == before
     for line in (b"[1]\n", b'{"request": "k", "answer": 1}\n'):

@@ -110,6 +110,20 @@ def test_the_three_functions_of_a_conversation_differ_and_fit():
     assert turns._sample(setting(), 4096, 1) != turns._sample(setting(), 4096, 2)
 
 
+def test_a_template_of_more_tokens_leaves_less_room():
+    one = setting(chat_tokens=700)
+    prompt = niah.Haystack(one, most=4096).prompt(4096, 50)
+    assert len(words(prompt)) + len(words(f" {niah.BEGUN}", False)) + 700 + niah.ANSWER_TOKENS <= 4096
+    code, target = find_function._sample(one, 4096, 15)
+    prompt = find_function.prompt(code.text, target.description) + find_function.BEGUN
+    assert len(words(prompt)) + 700 + find_function.ANSWER_TOKENS <= 4096
+    code, _ = turns._sample(one, 4096, 0)
+    assert len(words(code.text)) + turns.TURNS * (turns.ANSWER_TOKENS + turns.QUESTION_TOKENS) + 700 <= 4096
+    assert one.lengths_for("niah", (1024, 2048), least=512) == [2048]
+    with pytest.raises(InputError, match="the task niah needs --lengths from 1148 to the context of 8192, got 1024"):
+        setting(chat_tokens=700, lengths=(1024,)).lengths_for("niah", (1024,), least=512)
+
+
 def test_a_library_without_such_functions_is_told(monkeypatch):
     monkeypatch.setattr(library, "paths", lambda: ("json/tool.py",))
     with pytest.raises(

@@ -139,6 +139,31 @@ def test_drawn_answers_to_one_prompt_differ_and_come_again(bundled):
     assert first == second and len(model.asked[None]) == 1
 
 
+def test_a_task_that_draws_without_a_temperature_draws_as_transformers(bundled):
+    model = harness.HarnessModel(*bundled)
+    assert model.cache == Full()
+    cases = (
+        (dict(do_sample=True), 1.0),
+        (dict(temperature=0.5), 0.5),
+        (dict(do_sample=False, temperature=0.5), 0.0),
+        ({}, 0.0),
+    )
+    assert [model._request("a", options).sampling.temperature for options, _ in cases] == [value for _, value in cases]
+
+
+def test_templates_that_name_the_date_give_the_same_prompt_every_day(bundled, monkeypatch):
+    dated, started = copy.deepcopy(bundled[1]), []
+    dated.chat_template = "{{ strftime_now('%d %b %Y') }}: {{ messages[0]['content'] }}"
+    model = model_of((bundled[0], dated))
+    assert model.apply_chat_template([dict(role="user", content="a")]) == "26 Jul 2024: a"
+    monkeypatch.setattr(Session, "chat", lambda self, text, **_: started.append(self.started))
+    options = dict(
+        questions=["b", "c"], max_gen_toks=[1, 1], length=64, shared=False, chat=True, system=None, begun="", end="\n"
+    )
+    harness.conversation.answers(bundled[0], dated, "a", cache=Full(), host_memory_limit=None, **options)
+    assert started == [harness.conversation.STARTED] * 2
+
+
 def test_options_that_no_answer_has_are_refused(bundled):
     model = model_of(bundled, max_length=64)
     for options, message in (

@@ -1,9 +1,11 @@
 """The paired bootstrap, against scipy's and a case that can be counted."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
-from icejax.evaluation.paired import difference
+from icejax.evaluation.paired import DRAWS, SEED, difference
 
 
 def test_the_interval_is_that_of_the_differences():
@@ -16,3 +18,20 @@ def test_the_interval_is_that_of_the_differences():
     half = 1.96 * (scores - others).std() / np.sqrt(200)
     assert (low, high) == pytest.approx((mean - half, mean + half), abs=0.006)
     assert difference(scores, scores) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 50])
+def test_resamples_in_blocks_are_those_of_a_single_draw(count):
+    scores = np.random.default_rng(1).normal(size=count)
+    chosen = np.random.default_rng(SEED).integers(count, size=(DRAWS, count))
+    low, high = np.percentile(scores[chosen].mean(1), [2.5, 97.5])
+    assert difference(scores, np.zeros(count)) == (scores.mean(), low, high)
+
+
+def test_memory_is_that_of_a_block():
+    tracemalloc.start()
+    try:
+        difference(np.arange(1000), np.zeros(1000))
+        assert tracemalloc.get_traced_memory()[1] < 2**22  # all resamples would take 160 MB
+    finally:
+        tracemalloc.stop()

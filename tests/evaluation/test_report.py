@@ -4,11 +4,14 @@ import html.parser
 import json
 import math
 import stat
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from icejax import load
+from icejax.cache.registry import Full
 from icejax.checks.errors import InputError
 from icejax.evaluation.answers import Answers
 from icejax.evaluation.paired import difference
@@ -20,8 +23,11 @@ ABOUT = dict(model="tiny", dtype="float32", device="cpu: cpu", versions=dict(ice
 NAME = "</title><script src=//host></script>"  # of a model
 
 
-def finished(folder, cache, budget, values, *, metric="found", first=0, model="tiny", seconds=0.01):
-    """Writes a run with a sample for each value, at lengths 16 and 32 and depths 0 and 100 in turn; returns its folder."""
+def finished(folder, cache, budget, values, *, metric="found", score=np.mean, higher=True, first=0, seconds=0.01, **record):
+    """Writes a run with a sample for each value, at lengths 16 and 32 and depths 0 and 100 in turn; returns its folder.
+
+    `score` makes the score of the values, `higher` says whether a higher one is better, and `record` goes into the record.
+    """
     samples = [
         dict(
             doc_id=i, doc_hash=f"d{i}", prompt_hash="p", filter="none", metrics=[metric],
@@ -39,9 +45,10 @@ def finished(folder, cache, budget, values, *, metric="found", first=0, model="t
         tokens_per_s=1 / seconds,
     )
     results = {
-        "results": {"hay": {"alias": "hay", f"{metric},none": float(np.mean(values)), f"{metric}_stderr,none": 0.25}},
+        "results": {"hay": {"alias": "hay", f"{metric},none": float(score(values)), f"{metric}_stderr,none": 0.25}},
         "n-samples": {"hay": dict(original=len(values), effective=len(values))},
-        "icejax": ABOUT | dict(model=model, cache=cache, budget=budget, tasks=dict(hay=took)),
+        "higher_is_better": {"hay": {metric: higher}},
+        "icejax": ABOUT | dict(cache=cache, budget=budget, tasks=dict(hay=took)) | record,
         "samples": {"hay": samples},
     }
     Scores.of(results).save(folder)
@@ -52,6 +59,7 @@ def test_scores_are_read_as_they_were_written(tmp_path):
     read = Scores.read(finished(tmp_path / "a", "full", None, [1, 0, 1]))
     assert read.totals == {METRIC: pytest.approx(2 / 3)} and read.errors == {METRIC: 0.25}
     assert read.samples == {METRIC: {"0 d0 p": 1, "1 d1 p": 0, "2 d2 p": 1}}
+    assert read.higher_is_better == {METRIC: True}
     assert read.places == {"hay": {"0 d0 p": (16, 0), "1 d1 p": (32, 0), "2 d2 p": (16, 100)}}
 
 
@@ -67,9 +75,78 @@ def test_a_row_has_the_difference_over_the_samples_of_both(tmp_path):
     assert (mine["score"], mine["stderr"], mine["budget"], mine["metric"]) == (0.5, 0.25, 64, "found")
     assert (mine["device_bytes"], mine["host_bytes"], mine["tokens_per_s"]) == (2**21, 2**20, 100)
     assert table.cells(mine) == (
-        "hay", "found", "clustered 64", "0.5000 ± 0.2500", "4", "-0.3333", f"{mine['low']:+.4f} to {mine['high']:+.4f}", "2.0 MiB", "1.0 MiB", "10.0"
+        "hay", "found", "clustered 64", "0.5000 ± 0.2500", "4", "-0.3333", f"{mine['low']:+.4f} to {mine['high']:+.4f}", "full", "2.0 MiB", "1.0 MiB", "10.0"
     )  # fmt: skip
     assert "other" in table.text([mine, other]) and "tiny" not in table.text([mine])
+
+
+@pytest.mark.parametrize("higher, up, down", [(True, "better", "worse"), (False, "worse", "better"), (None, "", "")])
+def test_a_difference_has_the_colour_of_its_metrics_direction(tmp_path, higher, up, down):
+    pytest.importorskip("matplotlib")
+    from icejax.evaluation.report import page
+
+    for cache, values in (("full", [1, 2, 1]), ("h2o", [2, 3, 2])):
+        finished(tmp_path / cache, cache, None, values, metric="nll", higher=higher)
+    several = runs.read([tmp_path])
+    for against, number, expected, side in (("full", 1, 1, up), ("h2o", 0, -1, down)):
+        row = runs.rows(several, against)[number]
+        assert (row["difference"], row["higher_is_better"]) == (expected, higher)
+        assert page._cells(row)["side"] == side
+
+
+def test_a_score_that_is_not_the_mean_of_its_samples_has_no_difference(tmp_path):
+    metrics = pytest.importorskip("lm_eval.api.metrics")
+    for cache, values in (("full", [-1.0, -2.0]), ("h2o", [-2.0, -3.0])):  # log-likelihoods, as lambada's
+        finished(tmp_path / cache, cache, None, values, metric="perplexity", score=metrics.perplexity, higher=False)
+    full, h2o = runs.rows(runs.read([tmp_path]), "full")
+    assert (full["score"], h2o["score"]) == (pytest.approx(math.exp(1.5)), pytest.approx(math.exp(2.5)))
+    assert "difference" not in h2o and table.cells(h2o)[5:8] == ("", "", "")
+
+
+def test_a_cache_is_compared_with_the_run_of_a_folder_or_the_first_of_a_name(tmp_path):
+    budgets = {64: [0, 0], 256: [1, 0]}
+    folders = [finished(tmp_path / str(budget), "clustered", budget, values) for budget, values in budgets.items()]
+    less, more = runs.rows(runs.read(folders), folders[1])
+    assert (less["difference"], less["against"]) == (-0.5, "clustered 256") and "difference" not in more
+    less, more = runs.rows(runs.read(folders), "clustered")
+    assert (more["difference"], more["against"]) == (0.5, "clustered 64") and "difference" not in less
+
+
+OTHERS = dict(weights=2, quantize="int8", dtype="bfloat16", context_length=99, chat=True, system="x", model="other")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_runs_are_compared_with_one_of_the_same_weights_and_settings(tmp_path, name):
+    other = {name: OTHERS[name]}
+    record = dict(weights=1, quantize=None, chat=False, system=None)
+    for folder, value, more in (("a", 1, {}), ("b", 0, other), ("c", 0, {})):
+        finished(tmp_path / folder / "full", "full", None, [value], **record | more)
+    for folder, more in (("a", {}), ("b", other), ("c", {}), ("d", {})):
+        finished(tmp_path / folder / "h2o", "h2o", None, [1], **record | more)
+
+    def differences(folders):
+        rows = runs.rows(runs.read([tmp_path / folder for folder in folders]), "full")
+        return {Path(row["folder"]).parent.name: row.get("difference") for row in rows if row["cache"] == "h2o"}
+
+    assert differences("abcd") == dict(a=0, b=1, c=1, d=0)  # d has no full cache, and a's is the first
+    assert differences("bd") == dict(b=1, d=None)
+
+
+@pytest.mark.slow
+def test_the_record_of_a_run_tells_weights_apart(bundled):
+    pytest.importorskip("lm_eval")
+    from icejax.evaluation.report import about
+
+    def record(model, **options):
+        run = SimpleNamespace(model=model, cache=Full(), tokenizer=bundled[1], max_length=64, place={}, asked={})
+        return about.about(run, "tiny", chat=True, **options)
+
+    plain, again = (record(model, system="x", quantize=None) for model in (bundled[0], load()[0]))
+    rounded = record(load(quantize="int8")[0], system=None, quantize="int8")
+    assert {name: plain[name] for name in runs.SAME if name != "weights"} == dict(
+        model="tiny", quantize=None, dtype=bundled[0].dtype, context_length=64, chat=True, system="x"
+    )
+    assert rounded["quantize"] == "int8" and rounded["weights"] != plain["weights"] == again["weights"]
 
 
 def test_means_by_length_and_by_depth(tmp_path):
@@ -143,7 +220,7 @@ def test_the_page_asks_no_host_and_escapes_names(tmp_path):
         all(address.startswith("data:image/svg+xml;base64,") for address in addresses.loaded) and "script" not in addresses.tags
     )
     assert "default-src 'none'" in text and "url(" not in text and "@import" not in text
-    assert "<td>clustered 256</td>" in text and '<td class="lower">-0.8333</td>' in text
+    assert "<td>clustered 256</td>" in text and '<td class="worse">-0.8333</td>' in text
     lines = [json.loads(line) for line in (tmp_path / "out" / "report.jsonl").read_text().splitlines()]
     assert lines == rows and len(lines) == 3
     for name in ("report.html", "report.jsonl"):

@@ -13,8 +13,9 @@ from icejax.evaluation import run  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def _known_tasks(monkeypatch):
-    """The harness knows the task `letters`; to list its own takes seconds."""
-    manager = SimpleNamespace(match_tasks=lambda names: [name for name in names if name == "letters"])
+    """The harness knows two tasks and a group; to list its own takes seconds."""
+    tasks = ["letters", "letters_2"]
+    manager = SimpleNamespace(all_tasks=[*tasks, "letters_group"], all_subtasks=tasks)
     monkeypatch.setattr(run, "TaskManager", lambda include_path: manager)
 
 
@@ -48,6 +49,84 @@ def test_more_examples_than_a_task_has_are_one_line(monkeypatch, error):
     error.args = ("another fault",)
     with pytest.raises(type(error), match="^another fault$"):
         run.evaluate(words.model(), ["letters"], num_fewshot=100)
+
+
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (
+            ValueError("Duplicate task 'a': found in both 'b' and 'c'"),
+            "Duplicate task 'a': found in both 'b' and 'c': leave one of them out of --tasks",
+        ),
+        (
+            ValueError(
+                "Attempted to run task: a which is marked as unsafe. Set confirm_run_unsafe_code=True to run this task."
+            ),
+            "a task of lm-eval runs the model's programs unprotected: with --data DIR, humaneval, humaneval_plus and mbpp_plus "
+            "run them in a sandbox",
+        ),
+        (
+            ModuleNotFoundError("No module named 'langdetect'"),
+            "a task of lm-eval needs a package that is not there (No module named 'langdetect'): install it with pip",
+        ),
+    ],
+)
+def test_tasks_that_the_harness_refuses_are_one_line(monkeypatch, error, message):
+    def evaluate(*_, **__):
+        raise error
+
+    monkeypatch.setattr(run.evaluator, "simple_evaluate", evaluate)
+    with pytest.raises(InputError) as told:
+        run.evaluate(words.model(), ["letters"])
+    assert str(told.value) == message
+
+
+@pytest.fixture
+def asked(monkeypatch) -> dict:
+    """What the harness is asked for; it runs nothing."""
+    options = {}
+    monkeypatch.setattr(run.evaluator, "simple_evaluate", lambda _, **given: options.update(given))
+    monkeypatch.setattr(run.Scores, "of", lambda results: results)
+    return options
+
+
+def test_a_pattern_stands_for_single_tasks_each_once(asked):
+    run.evaluate(words.model(), ["letters*", "letters", "letters_group"])
+    assert asked["tasks"] == ["letters", "letters_2", "letters_group"]
+    with pytest.raises(InputError, match="^no task is named none\\*: "):
+        run.evaluate(words.model(), ["none*"])
+
+
+def test_answers_are_drawn_where_both_options_say_so(asked):
+    for text, options in (
+        (None, None),
+        ("max_gen_toks=64,temperature=0", dict(max_gen_toks=64, temperature=0)),
+        ("do_sample=True,temperature=0.5", dict(do_sample=True, temperature=0.5)),
+        ("do_sample=True", dict(do_sample=True, temperature=1.0)),
+    ):
+        run.evaluate(words.model(), ["letters"], gen_kwargs=text)
+        assert asked["gen_kwargs"] == options
+    for text in ("temperature=0.5", "temperature=0.5,do_sample=False"):
+        with pytest.raises(
+            InputError, match="^--gen-kwargs: a temperature has no effect without do_sample=True, so give both$"
+        ):
+            run.evaluate(words.model(), ["letters"], gen_kwargs=text)
+
+
+def test_standard_errors_fork_no_process_and_print_no_answer(monkeypatch, capsys):
+    from lm_eval.api import metrics
+
+    def evaluate(*_, bootstrap_iters, **__):
+        return metrics.bootstrap_stderr(metrics.median, numbers, bootstrap_iters)
+
+    numbers = [1.0, 2.0, 4.0, 8.0]
+    monkeypatch.delenv("DISABLE_MULTIPROC", raising=False)
+    monkeypatch.setattr("multiprocessing.Pool", None)  # a call would fail
+    monkeypatch.setattr(run.evaluator, "simple_evaluate", evaluate)
+    monkeypatch.setattr(run.Scores, "of", lambda results: results)
+    draws = metrics._bootstrap_internal(metrics.median, 1000)((0, numbers))  # those of a process of lm-eval
+    assert run.evaluate(words.model(), ["letters"]) == metrics.sample_stddev(draws) > 1
+    assert capsys.readouterr().out == ""
 
 
 def test_the_samplers_of_lm_eval_say_so_too():

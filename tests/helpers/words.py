@@ -4,7 +4,8 @@ import re
 from types import SimpleNamespace
 
 
-def encode(text: str) -> list[str]:
+def encode(text: str, add_special_tokens: bool = True) -> list[str]:
+    """Returns the tokens of a text, none of which is special."""
     return re.findall(r"\w+|\W", text)
 
 

@@ -188,8 +188,16 @@ def _own_signals() -> None:
     with contextlib.suppress(OSError, termios.error, ValueError):  # stdin is no terminal
         _terminal.append(termios.tcgetattr(sys.stdin.fileno()))
     signal.signal(signal.SIGTERM, _terminate)
+    os.register_at_fork(after_in_child=_default_signals)
     listen()
     threading.Thread(target=_watch, daemon=True).start()
+
+
+def _default_signals() -> None:
+    """Lets signals end a forked process, which has no such thread and shares the sockets with this one."""
+    signal.set_wakeup_fd(-1)
+    for number in ENDINGS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def listen() -> None:

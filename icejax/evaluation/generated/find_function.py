@@ -13,7 +13,7 @@ from icejax.checks.errors import InputError
 from icejax.evaluation.generated.library import Excerpt, Function, excerpt
 from icejax.evaluation.generated.similarity import scores
 from icejax.evaluation.own_task import OwnTask
-from icejax.evaluation.setting import TEMPLATE, Setting
+from icejax.evaluation.setting import Setting
 
 INSTRUCTION = (
     "Based on the function description and code context, please retrieve and repeat the exact described function from the code "
@@ -70,7 +70,7 @@ def prompt(code: str, description: str) -> str:
 
 def _sample(setting: Setting, length: int, depth: int) -> tuple[Excerpt, Function]:
     """Returns functions, and the one nearest to the depth that has a description and fits its answer; InputError if none is."""
-    longest = max(0, length - ANSWER_TOKENS - TEMPLATE)
+    longest = max(0, length - ANSWER_TOKENS - setting.template_tokens)
     for number in range(DRAWS):
         code = excerpt(setting, tokens=longest - len(setting.encode(prompt("", "") + BEGUN)), number=1000 * depth + number)
         fitting = [function for function in code.functions if function.description and function.fits and code.alone(function)]

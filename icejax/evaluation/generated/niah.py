@@ -18,7 +18,7 @@ import numpy as np
 
 from icejax.checks.errors import InputError
 from icejax.evaluation.own_task import OwnTask
-from icejax.evaluation.setting import TEMPLATE, Setting
+from icejax.evaluation.setting import Setting
 
 ESSAYS = "ruler/essays/PaulGrahamEssays.json.gz"
 NEEDLE = "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.\n"
@@ -79,7 +79,7 @@ class Haystack:
 
         The needle stands between the two sentences nearest to `depth` percent of the text's tokens.
         """
-        room = length - ANSWER_TOKENS - TEMPLATE - self._setting.count(f" {BEGUN}")
+        room = length - ANSWER_TOKENS - self._setting.template_tokens - self._setting.count(f" {BEGUN}")
         count = int(np.searchsorted(self._ends, room - len(self._setting.encode(PROMPT.format(NEEDLE))), side="right"))
         while True:
             starts = np.append(0, self._ends[:count])

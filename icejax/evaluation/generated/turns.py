@@ -18,7 +18,7 @@ from icejax.checks.errors import InputError
 from icejax.evaluation.generated.library import Excerpt, Function, excerpt
 from icejax.evaluation.generated.similarity import scores
 from icejax.evaluation.own_task import OwnTask
-from icejax.evaluation.setting import TEMPLATE, Setting
+from icejax.evaluation.setting import Setting
 
 QUESTION = "Repeat the function `{}` of {} from the code above exactly, in a code block wrapped by ```:\n"
 BEGUN, END = "```python\n", "\n```"
@@ -117,7 +117,7 @@ def _sample(setting: Setting, length: int, number: int) -> tuple[Excerpt, tuple[
 
     The first stands after the others, so that each question goes back.
     """
-    tokens = length - TURNS * (ANSWER_TOKENS + QUESTION_TOKENS) - TEMPLATE
+    tokens = length - TURNS * (ANSWER_TOKENS + QUESTION_TOKENS) - setting.template_tokens
     for draw in range(DRAWS):
         code = excerpt(setting, tokens=tokens, number=DRAWS * number + draw)
         fitting = [function for function in code.functions if function.fits and code.alone(function)]

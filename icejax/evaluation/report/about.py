@@ -12,13 +12,19 @@ import jax
 
 from icejax import __version__
 from icejax.cache.registry import display_name
+from icejax.engine.snapshot.fingerprint import fingerprint
 from icejax.evaluation.harness import HarnessModel
 
 ABOUT = "icejax"  # key in the harness's results
 
 
-def about(harness_model: HarnessModel, name: str, *, chat: bool) -> dict[str, Any]:
-    """Returns the record of a run, as JSON; `name` is the model's."""
+def about(harness_model: HarnessModel, name: str, *, chat: bool, system: str | None, quantize: str | None) -> dict[str, Any]:
+    """Returns the record of a run, as JSON; all processes of a group call it.
+
+    Args:
+        name: of the model.
+        chat, system, quantize: as in the command line.
+    """
     model, policy = harness_model.model, harness_model.cache
     versions = {"icejax": __version__, "python": platform.python_version()}
     versions |= {package: metadata.version(package) for package in ("jax", "lm_eval", "transformers")}
@@ -26,6 +32,8 @@ def about(harness_model: HarnessModel, name: str, *, chat: bool) -> dict[str, An
         model=name,
         model_type=model.config.model_type,
         dtype=model.dtype,
+        quantize=quantize,
+        weights=fingerprint(model, policy, harness_model.tokenizer)["weights"],
         weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(model)),
         cache=display_name(policy),
         budget=policy.budget,
@@ -33,6 +41,7 @@ def about(harness_model: HarnessModel, name: str, *, chat: bool) -> dict[str, An
         context_length=harness_model.max_length,
         **harness_model.place,
         chat=chat,
+        system=system,
         versions=versions,
         tasks={task: _took(harness_model, keys) for task, keys in harness_model.asked.items()},
     )

@@ -28,15 +28,15 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 72em; margin: 2em auto; 
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1em 0; }
 th, td { padding: 0.25em 0.8em; border-bottom: 1px solid #ddd; text-align: left; white-space: nowrap; }
 th { border-bottom: 2px solid #888; }
-td.lower { color: #a40000; } td.higher { color: #006b1b; }
+td.worse { color: #a40000; } td.better { color: #006b1b; }
 img { max-width: 100%; } .wide { overflow-x: auto; } small { color: #666; }
 </style>
 </head>
 <body>
 <h1>{{ models|join(", ") }}</h1>
-<p>A difference is the mean over the samples that both caches answered, with its 95% interval by the paired bootstrap; it is
-coloured where the interval leaves out 0. Bytes are reserved for one row. Time per token is that of a row among those that
-decode together.</p>
+<p>A difference is the mean over the samples that both caches answered, with its 95% interval by the paired bootstrap. Where
+the interval leaves out 0, it is green if the cache is better and red if it is worse. Bytes are reserved for one row. Time per
+token is that of a row among those that decode together.</p>
 {% for task in tasks %}
 <h2>{{ task.name }}</h2>
 <div class="wide"><table>
@@ -55,8 +55,8 @@ decode together.</p>
 {% endfor %}
 <h2>Runs</h2>
 <div class="wide"><table>
-<tr><th>folder</th><th>model</th><th>dtype</th><th>cache</th><th>context</th><th>batch</th><th>chat</th><th>device</th>
-<th>versions</th></tr>
+<tr><th>folder</th><th>model</th><th>dtype</th><th>quantize</th><th>cache</th><th>context</th><th>batch</th><th>chat</th>
+<th>device</th><th>versions</th></tr>
 {% for run in runs %}<tr>{% for cell in run %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}
 </table></div>
@@ -65,8 +65,8 @@ decode together.</p>
 """
 
 
-def write(folder: Path, runs: list[Run], against: str) -> list[dict[str, Any]]:
-    """Writes `report.jsonl` and `report.html` into a folder, which only the user may read; returns the rows of the report."""
+def write(folder: Path, runs: list[Run], against: str | Path) -> list[dict[str, Any]]:
+    """Writes `report.jsonl` and `report.html` into a folder, which only the user may read; returns its rows, as `rows`."""
     found = rows(runs, against)
     private.make_folder(folder)
     parts = {"report.jsonl": "".join(json.dumps(row) + "\n" for row in found), "report.html": html(runs, found)}
@@ -121,7 +121,9 @@ def _named(runs: list[Run]) -> list[tuple[str, Run]]:
 
 
 def _cells(row: dict[str, Any]) -> dict[str, Any]:
-    side = "" if "difference" not in row else "lower" if row["high"] < 0 else "higher" if row["low"] > 0 else ""
+    side = ""
+    if row["higher_is_better"] is not None and "difference" in row and (row["low"] > 0 or row["high"] < 0):
+        side = "better" if (row["low"] > 0) == row["higher_is_better"] else "worse"
     return dict(cells=table.cells(row)[1:], side=side, coloured=table.HEADS.index("difference") - 1)
 
 
@@ -138,6 +140,6 @@ def _lengths(metric: Metric, runs: list[tuple[str, Run]]) -> dict[str, Any]:
 def _run(run: Run) -> list[str]:
     about = run.about
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    names = ("dtype", "context_length", "batch_size", "chat")
-    dtype, context, batch, chat = (str(about.get(name, "")) for name in names)
-    return [str(run.folder), about["model"], dtype, run.label, context, batch, chat, about["device"], versions]
+    names = ("dtype", "quantize", "context_length", "batch_size", "chat")
+    dtype, quantize, *sizes = ("" if about.get(name) is None else str(about[name]) for name in names)
+    return [str(run.folder), about["model"], dtype, quantize, run.label, *sizes, about["device"], versions]

@@ -13,6 +13,8 @@ from icejax.evaluation.report.about import ABOUT
 from icejax.evaluation.scores import RESULTS, Metric, Scores
 
 TOOK = ("prompt_tokens", "new_tokens", "device_bytes", "host_bytes", "seconds_per_token", "tokens_per_s")
+# Names in the record of `about` whose values are equal for two runs that differ in the cache alone.
+SAME = ("model", "weights", "quantize", "dtype", "context_length", "chat", "system")
 
 
 @dataclass(frozen=True)
@@ -52,18 +54,30 @@ def _read(folder: Path) -> Run:
     return Run(folder, about, scores)
 
 
-def rows(runs: list[Run], against: str) -> list[dict[str, Any]]:
+def rows(runs: list[Run], against: str | Path) -> list[dict[str, Any]]:
     """Returns a row for each score, as JSON.
 
-    A row has the difference from the first run of the same model whose cache is `against`, over the samples that both have.
+    A row has the difference from another run over the samples that both have, where the score is their mean.
+
+    Args:
+        against: the folder of the other run, or the name of its cache. A name means the first run with equal values of `SAME`,
+            and a run in the same parent folder comes first.
     """
     metrics = dict.fromkeys(metric for run in runs for metric in run.scores.totals)
     return [_row(run, metric, _other(run, runs, against)) for metric in metrics for run in runs if metric in run.scores.totals]
 
 
-def _other(run: Run, runs: list[Run], against: str) -> Run | None:
-    others = [other for other in runs if other.about["cache"] == against and other.about["model"] == run.about["model"]]
+def _other(run: Run, runs: list[Run], against: str | Path) -> Run | None:
+    if isinstance(against, Path):
+        others = [other for other in runs if other.folder == against]
+    else:
+        others = [other for other in runs if other.about["cache"] == against and _same(other) == _same(run)]
+        others.sort(key=lambda other: other.folder.parent != run.folder.parent)
     return others[0] if others and others[0] is not run else None
+
+
+def _same(run: Run) -> list[Any]:
+    return [run.about.get(name) for name in SAME]
 
 
 def _row(run: Run, metric: Metric, other: Run | None) -> dict[str, Any]:
@@ -77,11 +91,12 @@ def _row(run: Run, metric: Metric, other: Run | None) -> dict[str, Any]:
         metric=metric[1].removesuffix(",none"),
         score=run.scores.totals[metric],
         stderr=run.scores.errors.get(metric),
+        higher_is_better=run.scores.higher_is_better[metric],
         samples=len(samples),
     )
     theirs = {} if other is None else other.scores.samples.get(metric, {})
     common = [name for name in samples if name in theirs]
-    if common:
+    if common and run.scores.is_mean(metric) and other.scores.is_mean(metric):
         mean, low, high = difference([samples[name] for name in common], [theirs[name] for name in common])
         row |= dict(against=other.label, pairs=len(common), difference=mean, low=low, high=high)
     return row | {name: took.get(name) for name in TOOK} | dict(

@@ -8,15 +8,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-HEADS = ("task", "metric", "cache", "score", "n", "difference", "95% interval", "device", "host", "ms/token")
+HEADS = ("task", "metric", "cache", "score", "n", "difference", "95% interval", "against", "device", "host", "ms/token")
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """Returns the cells of a row, in the order of `HEADS`; a cell without a value is empty."""
     error = "" if row["stderr"] is None else f" ± {row['stderr']:.4f}"
-    paired = ("", "")
+    paired = ("", "", "")
     if "difference" in row:
-        paired = f"{row['difference']:+.4f}", f"{row['low']:+.4f} to {row['high']:+.4f}"
+        paired = f"{row['difference']:+.4f}", f"{row['low']:+.4f} to {row['high']:+.4f}", row["against"]
     return (
         row["task"],
         row["metric"],

@@ -1,4 +1,4 @@
-"""Files of a data folder: JSON lines in gzip, and single JSON documents."""
+"""Files of a data folder: JSON lines and single JSON documents, each perhaps in gzip."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ def json_lines(file: Path, row: Callable[[Any], dict[str, Any]], *, what: str, f
     Raises:
         InputError: the file is missing, empty or another.
     """
-    return _read(
-        file, lambda lines: [row(json.loads(line)) for line in lines], f"no file of {what}", f"JSON lines in gzip with {fields}"
-    )
+    expected = f"JSON lines{' in gzip' * (file.suffix == '.gz')} with {fields}"
+    return _read(file, lambda lines: [row(json.loads(line)) for line in lines], f"no file of {what}", expected)
 
 
 def json_document(file: Path, read: Callable[[Any], Any], *, what: str, fields: str) -> Any:
@@ -40,7 +39,7 @@ def json_document(file: Path, read: Callable[[Any], Any], *, what: str, fields: 
 
 def _read(file: Path, read: Callable[[Any], Any], fault: str, expected: str) -> Any:
     try:
-        with (open if file.suffix == ".json" else gzip.open)(file, "rt", encoding="utf-8") as lines:
+        with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:
             content = read(lines)
     except FileNotFoundError:
         raise InputError(f"--data has no {file.name}: expected {file}") from None

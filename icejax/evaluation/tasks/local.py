@@ -12,10 +12,10 @@ import lm_eval
 import yaml
 from lm_eval.api.group import Group
 
-from icejax.checks.errors import InputError
 from icejax.evaluation.own_task import OwnTask
 from icejax.evaluation.setting import Setting
 from icejax.evaluation.tasks import code, longbench, mbpp, retrieval, ruler
+from icejax.evaluation.tasks.files import json_lines
 
 # The harness's own description of a task, and the file of each split in the data folder.
 LOCAL = {
@@ -42,11 +42,16 @@ def local_task(name: str, setting: Setting) -> dict[str, Any] | OwnTask | Group:
     return module.task(name, setting)
 
 
+def _problem(line: dict[str, Any]) -> dict[str, Any]:
+    if not (isinstance(line["question"], str) and isinstance(line["answer"], str)):
+        raise TypeError("a question or an answer is no text")
+    return line
+
+
 def _described(name: str, data: Path) -> dict[str, Any]:
     description, files = LOCAL[name]
     for file in files.values():
-        if not (data / file).is_file():
-            raise InputError(f"--data has no {file}, which the task {name} reads: expected it in {data}")
+        json_lines(data / file, _problem, what="GSM8K's problems", fields="question and answer")
     config = yaml.safe_load((Path(lm_eval.__file__).parent / "tasks" / description).read_text())
     paths = {split: str((data / file).resolve()) for split, file in files.items()}
     return config | dict(dataset_path="json", dataset_name=None, dataset_kwargs=dict(data_files=paths))

@@ -21,7 +21,7 @@ from icejax.evaluation.own_task import OwnTask
 from icejax.evaluation.setting import Setting
 from icejax.evaluation.tasks.files import json_document, json_lines
 from icejax.evaluation.tasks.generation import generation_task, group
-from icejax.evaluation.tasks.longbench_scores import PACKAGES, SCORES, best
+from icejax.evaluation.tasks.longbench_scores import PACKAGES, PARAGRAPH, SCORES, best, retrieval
 
 GROUP = "minilongbench"
 LENGTHS = "longbench/config/dataset2maxlen.json"
@@ -51,7 +51,7 @@ def _task(dataset: str, setting: Setting) -> OwnTask:
             raise InputError(f"{name} is scored with {package}, which is not installed: pip install 'icejax[evaluate]'")
     lengths = json_document(setting.data / LENGTHS, _lengths, what="LongBench's file", fields="the new tokens of each data set")
     new_tokens = lengths[dataset]
-    rows = samples(setting.data / GROUP / f"{dataset}.jsonl.gz")[: setting.limit]
+    rows = samples(setting.data / GROUP / f"{dataset}.jsonl.gz", dataset)[: setting.limit]
     room = setting.model.max_length - new_tokens - (setting.chat_tokens if chat else 0)
     for row in rows:
         row["prompt"] = without_middle(setting.model, row["prompt"], room)
@@ -66,20 +66,25 @@ def _score(row: dict[str, Any], answer: str, *, dataset: str) -> float:
     return best(dataset, answer, row["answers"], row["classes"])
 
 
-def samples(file: Path) -> list[dict[str, Any]]:
+def samples(file: Path, dataset: str) -> list[dict[str, Any]]:
     """Returns the samples of a data set: `prompt`, `answers`, and `classes`, which data sets of classification have.
 
     Raises:
-        InputError: the file is missing or is none of prompts.
+        InputError: the file is missing or is none of the data set's prompts.
     """
-    return json_lines(file, _sample, what="prompts", fields="prompt and gold, a list of texts or classes with answers")
+    sample, fields = functools.partial(_sample, dataset=dataset), "prompt and gold, a list of texts or classes with answers"
+    return json_lines(file, sample, what="prompts", fields=fields)
 
 
-def _sample(line: dict[str, Any]) -> dict[str, Any]:
+def _sample(line: dict[str, Any], *, dataset: str) -> dict[str, Any]:
     gold = line["gold"] if isinstance(line["gold"], dict) else dict(answers=line["gold"], all_classes=[])
     row = dict(prompt=line["prompt"], answers=gold["answers"], classes=gold["all_classes"])
+    if not (isinstance(row["answers"], list) and isinstance(row["classes"], list)):
+        raise TypeError("a gold is no list")
     if not all(isinstance(x, str) for x in (row["prompt"], *row["answers"], *row["classes"])):
         raise TypeError("a prompt or a gold is no text")
+    if SCORES[dataset] is retrieval and not all(map(PARAGRAPH.search, row["answers"])):
+        raise ValueError("a gold has no 'Paragraph 3' or '段落3'")
     return row
 
 

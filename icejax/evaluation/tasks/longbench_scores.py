@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Score = Callable[[str, str, Sequence[str]], float]
+PARAGRAPH = re.compile(r"(?:Paragraph |段落)(\d+)")  # in a right answer of passage retrieval
 CHINESE_PUNCTUATION = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃"
     "》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
@@ -105,7 +106,7 @@ def count(answer: str, gold: str, _: Sequence[str]) -> float:
 
 def retrieval(answer: str, gold: str, classes: Sequence[str]) -> float:
     """Returns the fraction of numbers in the answer that are the number of the right paragraph."""
-    return count(answer, re.findall(r"(?:Paragraph |段落)(\d+)", gold)[0], classes)
+    return count(answer, PARAGRAPH.findall(gold)[0], classes)
 
 
 def code(answer: str, gold: str, _: Sequence[str]) -> float:

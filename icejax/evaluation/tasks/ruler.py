@@ -19,7 +19,7 @@ from icejax.evaluation.setting import Setting
 from icejax.evaluation.tasks import ruler_needles, ruler_questions, ruler_words
 from icejax.evaluation.tasks.files import json_document
 from icejax.evaluation.tasks.generation import generation_task, group
-from icejax.evaluation.tasks.ruler_prompts import SHORT, Count, Sized
+from icejax.evaluation.tasks.ruler_prompts import SHORT, Sized
 
 GROUP = "ruler"
 SAMPLES = 500  # of each task
@@ -56,26 +56,24 @@ def task(name: str, setting: Setting) -> OwnTask | Group:
 
 def _task(name: str, kind: str, length: int, setting: Setting) -> OwnTask:
     asked, samples = kind in ruler_questions.FILES, min(SAMPLES, setting.limit or SAMPLES)
-
-    def count(text: str) -> int:
-        return len(setting.model.tok_encode(text))
-
+    added = len(setting.encode("a")) - setting.count("a")
     if asked:
         source = ruler_questions.source(kind, setting.data)
         prompts, samples = ruler_questions.answers(source), min(samples, len(source.questions))
     else:
-        prompts = _made(kind, length, setting, count)
-    made = prompts.prompts(count, length - setting.chat_tokens, samples)
+        prompts = _made(kind, length, setting)
+    # `chat_tokens` counts the tokens that the tokenizer adds too.
+    made = prompts.prompts(setting.count, length - max(setting.chat_tokens - added, 0), samples, added=added)
     rows = [dict(prompt=text, prefix=prefix, answers=answers) for text, prefix, answers in made]
     score = any_text if asked else all_texts
     return generation_task(name, rows, score, new_tokens=prompts.new_tokens, prefixed=True)
 
 
-def _made(kind: str, length: int, setting: Setting, count: Count) -> Sized | ruler_words.FrequentWords:
+def _made(kind: str, length: int, setting: Setting) -> Sized | ruler_words.FrequentWords:
     if kind == "fwe":
         return ruler_words.FrequentWords()
     if kind == "vt":
-        return ruler_words.variables(count, length)
+        return ruler_words.variables(setting.count, length)
     if kind == "cwe":
         return ruler_words.common_words(words, functools.partial(_more_words, setting), length)
     return ruler_needles.needles(ruler_needles.TASKS[kind], words, functools.partial(_essays, setting), length)

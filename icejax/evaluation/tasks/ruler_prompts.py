@@ -14,7 +14,7 @@ from icejax.checks.errors import InputError
 
 SEED = 42
 SHORT = 4096  # tokens below which prompts are made of smaller parts
-Count = Callable[[str], int]  # tokens of a text
+Count = Callable[[str], int]  # tokens of a text without special tokens, as RULER counts
 
 
 class Prompt(NamedTuple):
@@ -51,15 +51,18 @@ class Sized:
     probe: int | None = None
     most: Callable[[int, float], int] = lambda length, each: int(length / each * 3)
 
-    def prompts(self, count: Count, length: int, samples: int) -> Iterator[Prompt]:
+    def prompts(self, count: Count, length: int, samples: int, *, added: int = 0) -> Iterator[Prompt]:
         """Yields prompts that have, with their answers' tokens, at most `length` tokens.
+
+        Args:
+            added: tokens that the tokenizer adds to a prompt; RULER chooses the size without them.
 
         Raises:
             InputError: no prompt is that short.
         """
         size = self._largest(count, length)
         for index in range(samples):
-            yield self._fitting(count, length, size, index)
+            yield self._fitting(count, length - added, size, index)
 
     def _largest(self, count: Count, length: int) -> int:
         def tokens(size: int) -> int:

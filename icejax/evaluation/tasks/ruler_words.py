@@ -116,8 +116,8 @@ class FrequentWords:
 
     new_tokens: int = FREQUENT_TOKENS
 
-    def prompts(self, count: Count, length: int, samples: int) -> Iterator[Prompt]:
-        """Yields prompts that have, with their answers' tokens, at most `length` tokens.
+    def prompts(self, count: Count, length: int, samples: int, *, added: int = 0) -> Iterator[Prompt]:
+        """Yields prompts that have, with their answers' tokens, at most `length` tokens; `added` as in `Sized.prompts`.
 
         Raises:
             InputError: no prompt is that short.
@@ -130,7 +130,7 @@ class FrequentWords:
         largest = size - step
         for _ in range(samples):
             vocabulary, size = self._vocabulary(draws, vocabulary_size), largest
-            while size > 0 and (prompt := self._prompt(vocabulary, size)).tokens(count) > room:
+            while size > 0 and (prompt := self._prompt(vocabulary, size)).tokens(count) > room - added:
                 size -= step
             if size <= 0 or len(prompt.answers) < FREQUENT_WORDS:
                 raise InputError(f"a prompt of this task of RULER has more than {length} tokens: ask for a longer one")

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("lm_eval")
 from lm_eval.tasks import TaskManager  # noqa: E402
 
+from icejax.checks.errors import InputError  # noqa: E402
 from icejax.evaluation.setting import Setting  # noqa: E402
 from icejax.evaluation.tasks import local  # noqa: E402
 
@@ -42,3 +43,17 @@ def test_the_strict_scorer_takes_the_first_marked_number_and_the_flexible_one_th
     for request, (answer, _, *expected) in zip(task.instances, GOLDEN, strict=True):
         taken = [request.filtered_resps[name] for name in ("strict-match", "flexible-extract")]
         assert [task.process_results(request.doc, [x])["exact_match"] for x in taken] == expected, answer
+
+
+@pytest.mark.parametrize("line", ['{"question": "1 ?", "ans', '{"question": "1 ?"}', '{"question": "1 ?", "answer": 1}', ""])
+def test_damaged_files_are_refused(tmp_path, line):
+    setting = Setting(SimpleNamespace(max_length=4096), tmp_path)
+    with pytest.raises(InputError, match="--data has no train-head.jsonl: expected"):
+        local.local_task("gsm8k", setting)
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "gsm8k/train-head.jsonl").write_text(json.dumps(dict(question="1 ?", answer="#### 1")) + "\n")
+    (tmp_path / "gsm8k/test.jsonl").write_text(line)
+    with pytest.raises(
+        InputError, match="test.jsonl is no file of GSM8K's problems .*: expected JSON lines with question and answer$"
+    ):
+        local.local_task("gsm8k", setting)

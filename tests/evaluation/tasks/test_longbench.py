@@ -69,7 +69,7 @@ def test_published_answers_score_as_officially(dataset, data):
     need_packages(dataset)
     file = data / "minilongbench" / f"{dataset}.jsonl.gz"
     answers = [json.loads(line)["prediction_of_another_model"] for line in gzip.open(file, "rt", encoding="utf-8")]
-    rows = longbench.samples(file)
+    rows = longbench.samples(file, dataset)
     scores = [
         longbench_scores.best(dataset, answer, row["answers"], row["classes"])
         for row, answer in zip(rows, answers, strict=True)
@@ -114,7 +114,7 @@ def test_a_long_prompt_loses_its_middle_and_code_gets_no_chat_template(tmp_path)
 def test_six_data_sets_are_continued_without_a_chat_template(tmp_path):
     for dataset in longbench_scores.SCORES:
         need_packages(dataset)
-        write(tmp_path, dataset, dict(prompt="text", gold=["x"]))
+        write(tmp_path, dataset, dict(prompt="text", gold=["Paragraph 1"]))
     asked = {
         dataset: words.requests(
             longbench.task(f"minilongbench_{dataset}", Setting(words.model(), tmp_path)),
@@ -138,14 +138,14 @@ def test_a_cut_text_that_has_more_tokens_than_its_parts_is_cut_further():
         longbench.without_middle(model, "a b c d e", 1)
 
 
-@pytest.mark.parametrize("gold", ["x", [1], dict(answers=["x"]), None])
+@pytest.mark.parametrize(
+    "gold", ["x", [1], dict(answers=["x"]), dict(answers="x", all_classes=[]), dict(answers=["x"], all_classes="x"), None]
+)
 def test_other_files_are_refused(tmp_path, gold):
     setting = Setting(words.model(), tmp_path)
     with pytest.raises(InputError, match="--data has no dataset2maxlen.json"):
         longbench.task("minilongbench_lcc", setting)
     write(tmp_path, "lcc", dict(prompt="a", gold=gold))
-    if gold == "x":  # a text is a list of letters to Python
-        return
     with pytest.raises(InputError, match="is no file of prompts"):
         longbench.task("minilongbench_lcc", setting)
     with pytest.raises(InputError, match="--data has no trec.jsonl.gz"):
@@ -153,6 +153,16 @@ def test_other_files_are_refused(tmp_path, gold):
     write(tmp_path, "lcc")
     with pytest.raises(InputError, match="it is empty"):
         longbench.task("minilongbench_lcc", setting)
+
+
+@pytest.mark.parametrize("dataset", ["passage_retrieval_en", "passage_retrieval_zh"])
+def test_a_gold_without_a_paragraph_is_refused_before_a_question_is_asked(tmp_path, dataset):
+    good = dict(prompt="a", gold=["Paragraph 3", "段落4"])
+    write(tmp_path, dataset, good)
+    assert longbench.samples(tmp_path / f"minilongbench/{dataset}.jsonl.gz", dataset)[0]["answers"] == good["gold"]
+    write(tmp_path, dataset, good, dict(prompt="a", gold=["Paragraph three"]))
+    with pytest.raises(InputError, match=f"{dataset}.jsonl.gz is no file of prompts .ValueError: a gold has no 'Paragraph 3'"):
+        longbench.task(f"minilongbench_{dataset}", Setting(words.model(), tmp_path))
 
 
 def test_a_scorer_that_is_not_installed_is_named(tmp_path, monkeypatch):

@@ -135,6 +135,22 @@ def test_prompts_fit_and_a_solver_by_rules_is_always_right(folder, kind, length)
         assert hashlib.sha256(json.dumps(made).encode()).hexdigest().startswith(OFFICIAL[kind])
 
 
+@pytest.mark.parametrize("kind", ["niah_single_1", "vt", "cwe", "fwe", "qa_1"])
+def test_tokens_that_the_tokenizer_adds_change_no_prompt_and_have_room(folder, kind):
+    def rows(added, chat_tokens):
+        model = words.model()
+        model.tok_encode = lambda text, add_special_tokens=True: ["<s>"] * (added * add_special_tokens) + words.encode(text)
+        setting = Setting(model, folder, limit=SAMPLES, chat_tokens=chat_tokens)
+        return list(ruler.task(f"ruler_{kind}_1900", setting).dataset["test"])
+
+    assert rows(1, 0) == rows(0, 0)
+    assert rows(1, 11) == rows(0, 10)  # a template of 11 tokens with bos
+    for added, chat_tokens in ((100, 0), (100, 110)):
+        for row in rows(added, chat_tokens):
+            tokens = len(words.encode(row["prompt"] + row["prefix"])) + NEW_TOKENS[kind.partition("_")[0]]
+            assert tokens + max(added, chat_tokens) <= 1900
+
+
 @pytest.mark.parametrize(
     "kind", ["niah_multikey_1", "niah_multikey_2", "niah_multikey_3", "niah_multivalue", "niah_multiquery"]
 )
