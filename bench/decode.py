@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -67,17 +68,10 @@ def rows(subjects: dict[str, Callable], *, context: int, batch: int, steps: int,
     instances, first_seconds, turns = {}, {}, -(-steps // TURN)
     for name, make in subjects.items():
         try:
-            instances[name] = make(context=context, batch=batch, steps=turns * (TURN + 1), filled=filled)
+            sizes = dict(context=context, batch=batch, steps=turns * (TURN + 1), filled=filled)
+            instances[name], first_seconds[name] = _warmed_up(make, **sizes)
         except (InputError, ImportError, MemoryError, jax.errors.JaxRuntimeError) as error:
             print(f"{name}, {context}: left out: {(str(error) or type(error).__name__).splitlines()[0]}", file=sys.stderr)
-            continue
-        started = time.perf_counter()
-        instances[name].step()
-        instances[name].rest()
-        first_seconds[name] = time.perf_counter() - started
-        for _ in range(instances[name].warm_up - 1):
-            instances[name].step()
-        instances[name].rest()
     seconds: dict[str, list[float]] = {name: [] for name in instances}
     for _ in range(turns):
         for name, subject in instances.items():
@@ -93,6 +87,19 @@ def rows(subjects: dict[str, Callable], *, context: int, batch: int, steps: int,
         times = dict(tpot_s=tpot, tpot_low_s=low, tpot_high_s=high, tpot_mean_s=mean, compile_s=first_seconds[name] - tpot)
         times = {key: round(float(value), 6) for key, value in times.items()} | dict(tokens_per_s=round(batch / tpot, 2))
         yield dict(policy=name, context=context, batch=batch, filled=filled) | times | subject.row()
+
+
+def _warmed_up(make: Callable, **sizes: int) -> tuple[Any, float]:
+    """Returns a subject after its warm-up, and the seconds of its first step."""
+    subject = make(**sizes)
+    started = time.perf_counter()
+    subject.step()
+    subject.rest()
+    seconds = time.perf_counter() - started
+    for _ in range(subject.warm_up - 1):
+        subject.step()
+    subject.rest()
+    return subject, seconds
 
 
 def profile(make: Callable, folder: Path, sizes: dict) -> dict:

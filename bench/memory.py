@@ -33,7 +33,9 @@ ROLLUP = Path("/proc/self/smaps_rollup")
 
 
 def resident() -> int:
-    """Returns the bytes of this process in memory."""
+    """Returns the bytes of this process in memory; InputError where the system does not tell them."""
+    if not ROLLUP.exists():
+        raise InputError(f"the memory of a process is read from {ROLLUP}, which only Linux has")
     (line,) = (line for line in ROLLUP.read_text().splitlines() if line.startswith("Rss:"))
     return int(line.split()[1]) * 2**10
 
@@ -79,8 +81,6 @@ def main(argv: list[str] | None = None) -> int:
         for name in ("context_length", "dtype"):
             if getattr(arguments, name) is not None:
                 chat_options += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-        if not ROLLUP.exists():
-            raise InputError(f"the memory of a process is read from {ROLLUP}, which only Linux has")
         spawn = multiprocessing.get_context("spawn")
         for cache in caches:
             with ProcessPoolExecutor(1, mp_context=spawn) as process:

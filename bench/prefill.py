@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from bench.flags import listed, numbers
+from bench.memory import resident
 from bench.steps import shapes
 from icejax.cache.options import make_policy
 from icejax.checkpoint.load import DTYPES
@@ -74,7 +75,7 @@ def measure(policy: str, shape: str, layers: int | None, dtype: str, length: int
     """Returns one row; the caller runs it in a process of its own."""
     sizes = dict(shape=shape, layers=layers, length=length)
     run, version = _transformers(**sizes) if policy == "transformers" else _ours(policy, dtype=dtype, blocks=blocks, **sizes)
-    rss_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rss_before = resident()  # loading may have needed more for a moment
     if repeats:
         run()
     seconds = []
@@ -86,7 +87,7 @@ def measure(policy: str, shape: str, layers: int | None, dtype: str, length: int
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return dict(policy=policy) | sizes | dict(
         prefill_s=round(median, 3), low_s=round(min(seconds), 3), high_s=round(max(seconds), 3), repeats=repeats,
-        tokens_per_s=round(length / median, 1), peak_rss_bytes=1024 * peak, model_rss_bytes=1024 * rss_before,
+        tokens_per_s=round(length / median, 1), peak_rss_bytes=1024 * peak, model_rss_bytes=rss_before,
         dtype="float32" if policy == "transformers" else dtype, blocks=blocks,
         device=devices.device_name(), version=version,
     )  # fmt: skip

@@ -193,6 +193,11 @@ def lines(path: Path, *, key: Sequence[str] = KEY, fields: Collection[str] = COL
     return by_key
 
 
+def of_model(found: dict[tuple, dict], name: str, weights: int) -> dict[tuple, dict]:
+    """Returns the lines of a model; a line without `weights`, the checksum of a model's weights, counts by its name alone."""
+    return {key: line for key, line in found.items() if line["model"] == name and line.get("weights", weights) == weights}
+
+
 def add(path: Path, line: dict) -> None:
     """Adds a line to a file; first ends a last line that was cut off."""
     with path.open("ab+") as file:

@@ -37,6 +37,7 @@ from icejax.cache.pool.page_format import pool_bytes, pool_shapes
 from icejax.cache.protocol import CachePolicy
 from icejax.cache.registry import Clustered, Full, Ring, layer_policies
 from icejax.engine.plan import Plan
+from icejax.engine.snapshot.fingerprint import weights_sum
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 
@@ -150,14 +151,15 @@ def run(
 ) -> Iterator[str]:  # fmt: skip
     """Adds the missing lines of a model to a file; yields a description of every line, missing or not.
 
-    A line of another text of the same number, as another version of Python has, counts as missing.
+    A line of another text of the same number, as another version of Python has, counts as missing, and a line of other weights.
 
     Args:
         name: the model's name.
         questions: per task and length.
         contenders: by length.
     """
-    old_lines = lines(path)
+    weights = weights_sum(model)
+    old_lines = cells.of_model(lines(path), name, weights)
     for length in lengths:
         for group in groups(model, length, tasks, questions):
             adaptive = Adaptive(model, tokenizer, length)
@@ -174,13 +176,12 @@ def run(
                                 exact = Text.read(model, document.tokens)
                                 asked[text] = [Asked.of(exact, question) for question in document.questions]
                             if subject is None:
-                                known = [line for line in old_lines.values() if line["model"] == name]
-                                options = adaptive.options(contender, known)
+                                options = adaptive.options(contender, [*old_lines.values()])
                                 policy = make_policy(contender.name, options) if options else contender.policy
                                 subject = Forced(model, policy, length=length)
                             line = dict(zip(KEY, key, strict=True)) | dict(tokens=contender.tokens, crc=crc, options=options)
                             line |= subject.figures(asked[text][number])
-                            line |= dict(device=devices.device_name(), jax=jax.__version__)
+                            line |= dict(weights=weights, device=devices.device_name(), jax=jax.__version__)
                             cells.add(path, line)
                             old_lines[key] = line
                         yield f"{name}, {length}: {contender.name}, {contender.asked}"

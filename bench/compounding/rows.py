@@ -22,6 +22,7 @@ from bench.compounding.steps import Prompt, Stepwise
 from bench.needle import task
 from icejax.cache.options import make_policy
 from icejax.cache.registry import Full
+from icejax.engine.snapshot.fingerprint import weights_sum
 from icejax.models.decoder import CausalLM
 from icejax.runtime import devices
 
@@ -45,7 +46,7 @@ def measured(
 ) -> Iterator[dict]:  # fmt: skip
     """Yields the rows that are missing; the first of each seed is that of the full cache, whose text the others follow.
 
-    A row of another text with the same seed, as another version of Python has, counts as missing.
+    A row of another text with the same seed, as another version of Python has, counts as missing, and a row of other weights.
 
     Args:
         name: the model's name.
@@ -53,7 +54,8 @@ def measured(
         steps: tokens of a continuation, without the one that prefill gives.
         old: rows by `KEY`.
     """
-    adaptive, rows = Adaptive(model, tokenizer, length), dict(old)
+    adaptive, weights = Adaptive(model, tokenizer, length), weights_sum(model)
+    rows = cells.of_model(old, name, weights)
     for seed in seeds:
         prompt, found = None, document(tokenizer, length, seed)
         crc = zlib.crc32(repr(found).encode())
@@ -73,11 +75,11 @@ def measured(
                 asked, figures = Stepwise(model, contender.policy, **sizes).reference(prompt, steps)
                 row |= dict(text=asked.continuation) | figures
             else:
-                row |= dict(options=adaptive.options(contender, [x for x in rows.values() if x["model"] == name]) or None)
+                row |= dict(options=adaptive.options(contender, [*rows.values()]) or None)
                 policy = make_policy(contender.name, row["options"]) if row["options"] else contender.policy
                 row |= Stepwise(model, seeded(policy, seed), **sizes).follow(prompt, asked)
             versions = dict(jax=jax.__version__, python=platform.python_version())
-            rows[key] = row | dict(dtype=model.dtype, device=devices.device_name()) | versions
+            rows[key] = row | dict(weights=weights, dtype=model.dtype, device=devices.device_name()) | versions
             yield rows[key]
             jax.clear_caches()  # the programs of many subjects need more mappings than Linux allows
 

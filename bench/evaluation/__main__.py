@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if arguments.limit is not None:
             integer("--limit", arguments.limit)
-        left = [run for run in _chosen(arguments, runs) if not run.is_finished(arguments.out, arguments.limit)]
+        left = [run for run in _chosen(arguments, runs) if not run.is_finished(arguments.model, arguments.out, arguments.limit)]
         _dry_run(arguments, left) if arguments.dry_run else _run(arguments, left)
     except InputError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")

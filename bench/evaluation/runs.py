@@ -78,16 +78,22 @@ class Run:
         found += ["--quantize", self.weights] if self.weights in QUANTIZED else []
         return [*found, "--quiet", "--output", str(self.output(out))]
 
-    def is_finished(self, out: Path, limit: int | None = None) -> bool:
-        """Whether the run has scores of at least as many samples as are asked for now."""
+    def is_finished(self, model: str, out: Path, limit: int | None = None) -> bool:
+        """Whether the run has scores of at least as many samples as are asked for now.
+
+        Raises:
+            InputError: the scores are of another model than the asked one, or cannot be read.
+        """
+        path, asked = self.folder(out) / "results.json", self.model(model).name
         try:
-            scored = json.loads((self.folder(out) / "results.json").read_text())["config"]["limit"]
+            results = json.loads(path.read_text())
+            scored, scored_model = results["config"]["limit"], results["icejax"]["model"]
         except FileNotFoundError:
             return False
         except (OSError, ValueError, KeyError, TypeError):
-            raise InputError(
-                f"{self.folder(out)}/results.json has no limit of samples: remove it, and the run continues"
-            ) from None
+            raise InputError(f"{path} has no model or no limit of samples: remove it, and the run continues") from None
+        if scored_model != asked:
+            raise InputError(f"{path} is of {scored_model}, not of {asked}: give another --out")
         return scored is None or scored >= (limit or self.limit)
 
 

@@ -61,10 +61,12 @@ class Counting:
 
         Layers are of one kind if their shapes and their cache policies are equal. For each kind a program of one layer is
         compiled, and one of two: what the second layer adds counts for all layers of the kind. What a step has beside its
-        layers counts once, and temporary memory is the largest of the programs'.
+        layers counts once, and temporary memory is the largest of the programs'. If no kind has two layers, all are compiled.
         """
         kinds = self._kinds(policy, context)
         places = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)}
+        if len(places) == len(kinds):
+            return self.compiled(policy, context)
         ones = {kind: self.compiled(policy, context, of_kind[:1]) for kind, of_kind in places.items()}
         twos = {kind: self.compiled(policy, context, x[:2]) for kind, x in places.items() if len(x) > 1}
         repeated = next(iter(twos))

@@ -3,8 +3,8 @@
 Parts, each a JSON line per row, with figures under the names of vLLM's `benchmarks/serve.py`:
 
 - `load`: 1, 4 and 8 requests open at once (`--concurrency`), and requests that come at random times (`--rates`, per second), to
-  `icejax serve` (`http`), to an engine in this process with the same options (`engine`) and to other servers. `ratio` rows:
-  output tokens per second over HTTP by those of the engine, whose bar is 0.9
+  `icejax serve` (`http`), to an engine in this process with the same options (`engine`) and to other servers. `ratio` rows, of
+  requests open at once alone: output tokens per second over HTTP by those of the engine, whose bar is 0.9
 - `document`: four questions about one document, one after another: time to the first token, tokens from the prefix store
 - `cancel`: clients that leave at random times, and the extents that are then missing: `extents_leaked` must be 0
 - `batch`, a bar of `bench.engine`: tokens per second of streams that decode together, over those of one stream of a server with
@@ -20,7 +20,7 @@ of `icejax serve`.
 
 `--peer NAME=PYTHON` starts another server (`bench.serving.peers`) with the Python of an environment that has its package.
 icejax then serves the GGUF file of the model, a name of `bench.published`, as llama.cpp does. `--against NAME=URL` asks a
-server that the caller has started. `--page ROWS.jsonl` prints the tables of such rows.
+server that the caller has started. `--page ROWS.jsonl` prints the tables of such rows, and medians of repeated rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from bench.engine.bars import Bar
 from bench.flags import listed, numbers
 from bench.serving import bars, parts, peers
 from bench.serving.client import Http, metric, model_of, served
-from bench.serving.page import page
+from bench.serving.page import RATIO, page
 from bench.serving.subject import OverHttp, Questions, Subject, in_process
 from icejax import __version__
 from icejax.api.generate import ASSETS
@@ -112,7 +112,7 @@ class Bench:
 
     async def run(self) -> AsyncIterator[dict]:
         """Yields all rows."""
-        asked, rates = self.asked, dict[tuple, dict[str, float]]()
+        asked, rates = self.asked, dict[int, dict[str, float]]()
         if {"load", "document"} & set(self.names):
             with served(self.options) as server:
                 async for row in self._of_server("http", OverHttp(server, await model_of(server), self.is_chat)):
@@ -123,9 +123,9 @@ class Bench:
                 async for row in self._loads(engine):
                     _note(rates, row := dict(subject="engine") | row)
                     yield row
-            for load, both in rates.items():
+            for most, both in rates.items():
                 ratio = both["http"] / both["engine"]
-                common = dict(subject="http / engine", part="ratio", max_concurrency=load[0], request_rate=load[1])
+                common = dict(subject=RATIO, part="ratio", max_concurrency=most, request_rate=None)
                 yield common | dict(output_throughput=round(ratio, 4), bar=str(HTTP_BAR), holds=HTTP_BAR.holds(ratio))
         for name, server in self.against:
             other = OverHttp(server, await model_of(server), self.is_chat)
@@ -197,10 +197,9 @@ class Bench:
         return parts.loads(subject, self.questions, concurrency=self.concurrency, rates=self.rates, **sizes)
 
 
-def _note(rates: dict[tuple, dict[str, float]], row: dict) -> None:
-    if row["part"] == "load":
-        load = row["max_concurrency"], row["request_rate"]
-        rates.setdefault(load, {})[row["subject"]] = row["output_throughput"]
+def _note(rates: dict[int, dict[str, float]], row: dict) -> None:
+    if row["part"] == "load" and row["request_rate"] is None:  # at a rate of requests, throughput is that of the rate
+        rates.setdefault(row["max_concurrency"], {})[row["subject"]] = row["output_throughput"]
 
 
 def _rates(text: str) -> list[float]:

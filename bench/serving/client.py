@@ -70,8 +70,8 @@ class Http:
             async with contextlib.aclosing(self._exchange(*asked)) as parts:
                 status = await anext(parts)
                 answer = b"".join([part async for part in parts])
-        except OSError as error:
-            raise InputError(f"{self.url} does not answer: {error.strerror or error}") from None
+        except (OSError, h11.RemoteProtocolError) as error:
+            raise InputError(f"{self.url} does not answer: {getattr(error, 'strerror', None) or error}") from None
         if status != 200:
             raise InputError(f"{self.url}{path} answers with status {status}: expected 200")
         return answer

@@ -2,62 +2,87 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from statistics import median
 
 from bench.markdown import table
 
+RATIO = "http / engine"
+
 
 def page(rows: list[dict]) -> Iterator[str]:
-    """Yields the lines of the tables, by model."""
-    for model in dict.fromkeys(row["model"] for row in rows):
-        of_part: dict[str, list[dict]] = {}
-        for row in rows:
-            if row["model"] == model:
-                of_part.setdefault("bars" if "measure" in row else row["part"], []).append(row)
-        yield from (f"### {model}", "")
+    """Yields the lines of the tables, by model and settings; a cell has the medians of its runs."""
+    parts: dict[str, dict[str, list[dict]]] = {}
+    for row in rows:
+        part = "bars" if "measure" in row else "load" if row["part"] == "ratio" else row["part"]
+        parts.setdefault(_heading(row), {}).setdefault(part, []).append(row)
+    for heading, of_part in sorted(parts.items()):
+        yield from (heading, "")
         for part, lines in {"load": _loads, "document": _documents, "bars": _bars, "cancel": _cancels, "soak": _soaks}.items():
             if part in of_part:
                 yield from lines(of_part[part])
                 yield ""
 
 
+def _heading(row: dict) -> str:
+    asked, options = row["asked"], f", `{row['options']}`" if row["options"] else ""
+    return f"### {row['model']}, prompts of {asked['prompt_tokens']:,} tokens, answers of {asked['answer_tokens']:,}{options}"
+
+
 def _loads(rows: list[dict]) -> Iterator[str]:
-    cells = {(row["subject"], _open(row)): row for row in rows}
+    cells = defaultdict(list)
+    for row in rows:
+        cells[row["subject"], _open(row)].append(row)
     columns = dict.fromkeys(column for _, column in cells)
     heads = [f"{column}: tokens/s; first token, s; ms per token" for column in columns]
-    subjects = dict.fromkeys(subject for subject, _ in cells)
-    body = [[name, *(_load(cells.get((name, column))) for column in columns)] for name in subjects]
-    if {"http", "engine"} <= subjects.keys():
-        body.append(["http / engine", *(_ratio(*(cells.get((name, n)) for name in ("http", "engine"))) for n in columns)])
-    yield from table(["", *heads], body)
+    subjects = dict.fromkeys(row["subject"] for row in rows if row["part"] == "load")
+    body = [[name, *(_load(cells[name, column]) for column in columns)] for name in subjects]
+    ratios = [_ratio(cells[RATIO, column]) for column in columns]
+    yield from table(["", *heads], [*body, [RATIO, *ratios]] if any(ratios) else body)
 
 
-def _ratio(http: dict | None, engine: dict | None) -> str | None:
-    """Returns None for a run that was cut short."""
-    return f"{http['output_throughput'] / engine['output_throughput']:.2f}" if http and engine else None
+def _ratio(rows: list[dict]) -> str | None:
+    """Returns the median ratio and its ends; None at a rate of requests, of which older files have ratios too."""
+    ratios = [row["output_throughput"] for row in rows if row["request_rate"] is None]
+    if not ratios:
+        return None
+    return f"{median(ratios):.2f}" + (f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else "")
 
 
 def _open(row: dict) -> str:
     return f"{row['max_concurrency']} open" if row["request_rate"] is None else f"{row['request_rate']:g} a second"
 
 
-def _load(row: dict | None) -> str | None:
-    if row is None or "median_ttft_ms" not in row:
+def _load(rows: list[dict]) -> str | None:
+    answered, failed = [row for row in rows if "median_ttft_ms" in row], sum(row["failed"] for row in rows)
+    if not answered:
         return None
-    figures = f"{row['output_throughput']:.1f}; {row['median_ttft_ms'] / 1e3:.2f}; {row.get('median_tpot_ms', 0.0):.1f}"
-    return figures + (f"; {row['failed']} failed" if row["failed"] else "")
+    tokens, first, later = (
+        median(row.get(name, 0.0) for row in answered) for name in ("output_throughput", "median_ttft_ms", "median_tpot_ms")
+    )
+    return f"{tokens:.1f}; {first / 1e3:.2f}; {later:.1f}{_runs(answered)}" + (f"; {failed} failed" if failed else "")
+
+
+def _runs(rows: list[dict]) -> str:
+    return f"; {len(rows)} runs" if len(rows) > 1 else ""
 
 
 def _documents(rows: list[dict]) -> Iterator[str]:
-    cells = {(row["subject"], row["question"]): row for row in rows}
+    cells = defaultdict(list)
+    for row in rows:
+        cells[row["subject"], row["question"]].append(row)
     numbers = sorted({number for _, number in cells})
     heads = [f"question {number}: first token, s (tokens of a cache)" for number in numbers]
     subjects = dict.fromkeys(subject for subject, _ in cells)
-    yield from table(["", *heads], ([name, *(_document(cells.get((name, n))) for n in numbers)] for name in subjects))
+    yield from table(["", *heads], ([name, *(_document(cells[name, n]) for n in numbers)] for name in subjects))
 
 
-def _document(row: dict | None) -> str | None:
-    return row and f"{row['mean_ttft_ms'] / 1e3:.2f} ({row['cached_tokens']:,} of {row['prompt_tokens']:,})"
+def _document(rows: list[dict]) -> str | None:
+    if not rows:
+        return None
+    first, cached, prompt = (median(row[name] for row in rows) for name in ("mean_ttft_ms", "cached_tokens", "prompt_tokens"))
+    return f"{first / 1e3:.2f} ({cached:,.0f} of {prompt:,.0f}){_runs(rows)}"
 
 
 def _bars(rows: list[dict]) -> Iterator[str]:

@@ -95,6 +95,9 @@ async def soak(
 
     One of four is the page's, with the other requests that the page sends. The slope is that of the later half of the time,
     when caches and queues have been filled once.
+
+    Raises:
+        InputError: no request was answered, or the server did not answer one for its memory.
     """
     server, answers, end = subject.server, list[Timed](), time.monotonic() + 60 * minutes
     times, sizes, asked, looks = list[float](), list[float](), 0, 0
@@ -114,6 +117,8 @@ async def soak(
 
     watcher = asyncio.create_task(watch())
     await asyncio.gather(*(client() for _ in range(concurrency)))
+    if watcher.done():  # only an error ends it
+        await watcher
     watcher.cancel()
     fail_if_none(answers)
     memory = dict(rss_start_mib=sizes[0], rss_end_mib=sizes[-1], rss_most_mib=max(sizes), rss_mib_per_hour=slope(times, sizes))

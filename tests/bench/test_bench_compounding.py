@@ -12,6 +12,7 @@ from bench.compounding import page, policies, rows
 from bench.compounding.policies import Misplaced, RandomPages, moved
 from bench.compounding.steps import BIN, Prompt, Stepwise, binned
 from icejax.cache.registry import POLICIES, Clustered, Full, Streaming
+from icejax.engine.snapshot.fingerprint import weights_sum
 from tests import tolerances
 from tests.helpers import families
 
@@ -184,6 +185,20 @@ def test_a_stopped_run_goes_on_and_writes_the_page(run, tmp_path, monkeypatch, c
     (tmp_path / "run" / "compounding.md").unlink()
     assert compounding.main(["--page", "--out", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run" / "compounding.md").read_text() == text
+
+
+def test_a_row_of_other_weights_counts_as_missing(ours, prompt, reference, monkeypatch):
+    """A row without a checksum of the weights, as older files have, counts by the model's name."""
+    monkeypatch.setattr(rows, "document", document)
+    monkeypatch.setattr(rows.Prompt, "read", lambda *_: prompt)
+    monkeypatch.setattr(Stepwise, "reference", lambda *_: reference)
+    arguments = dict(length=LENGTH, steps=STEPS, seeds=[0])
+    row = next(rows.measured("tiny", ours, None, [], old={}, **arguments))
+    key = tuple(row[name] for name in rows.KEY)
+    assert row["weights"] == weights_sum(ours)
+    older = {name: value for name, value in row.items() if name != "weights"}
+    for old, missing in ((row, 0), (older, 0), (row | dict(weights=row["weights"] ^ 1), 1)):
+        assert len([*rows.measured("tiny", ours, None, [], old={key: old}, **arguments)]) == missing
 
 
 def line(policy="quest", seed=0, steps=96, **figures):

@@ -4,13 +4,14 @@ import contextlib
 import json
 import sys
 import types
+import weakref
 
 import jax
 import numpy as np
 import pytest
 import transformers
 
-from bench import decode, prefill
+from bench import decode, memory, prefill
 from bench.steps import shapes
 from bench.steps.fill import BASE, fill
 from bench.steps.scopes import python_ms, scope_of
@@ -202,6 +203,51 @@ def test_a_peer_that_is_not_installed_is_told_and_left_out(capsys, monkeypatch):
     assert decode.main(line.split()) == 0
     out, err = capsys.readouterr()
     assert not out and err.startswith("transformers-kvpress, 1024: left out: import of kvpress halted")
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_subject_whose_first_steps_do_not_fit_is_left_out_and_freed(steps, capsys):
+    class Fake:
+        warm_up = 2
+
+        def __init__(self, left: int) -> None:
+            self.left = left
+
+        def step(self) -> None:
+            self.left -= 1
+            if self.left < 0:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nmore")
+
+        def rest(self) -> None:
+            pass
+
+        def row(self) -> dict:
+            return dict(left=self.left)
+
+    made = []
+
+    def make(left: int) -> Fake:
+        assert not [subject for subject in made if subject() is not None]
+        made.append(weakref.ref(subject := Fake(left)))
+        return subject
+
+    subjects = dict(large=lambda **_: make(steps), small=lambda **_: make(100))
+    (row,) = decode.rows(subjects, context=1024, batch=1, steps=16, filled=True)
+    assert row["policy"] == "small" and row["left"] == 100 - 2 - 17
+    assert capsys.readouterr().err == "large, 1024: left out: RESOURCE_EXHAUSTED: out of memory\n"
+
+
+def test_memory_beyond_the_loaded_model_is_not_less_for_what_loading_took(monkeypatch):
+    taken = 2**28
+
+    def loaded(*_, **__):
+        np.ones(taken, "int8")  # freed again
+        return lambda: None, "a version"
+
+    monkeypatch.setattr(prefill, "_ours", loaded)
+    row = prefill.measure("full", "bundled", None, "float32", 1024, 0, False)
+    assert row["peak_rss_bytes"] - row["model_rss_bytes"] > 0.9 * taken
+    assert row["model_rss_bytes"] == pytest.approx(memory.resident(), abs=2**26)
 
 
 @pytest.mark.parametrize("bench", [decode, prefill], ids=["decode", "prefill"])

@@ -141,6 +141,20 @@ def test_a_dry_run_prints_commands_of_icejax_evaluate(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_finished_run_of_another_model_is_told(tmp_path, capsys):
+    for run in (run for run in runs.all_runs() if run.name in ("fp32-full-1", "gguf-full-1")):
+        path, name = run.folder(tmp_path) / "results.json", run.model("smollm2-135m").name
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(dict(config=dict(limit=8), icejax=dict(model=name))))
+        arguments = ["--runs", run.name, "--out", str(tmp_path), "--dry-run"]
+        assert evaluation.main([*arguments, "--model", "smollm2-135m"]) == 0
+        assert capsys.readouterr().out.startswith("# 0 runs are left")
+        with pytest.raises(SystemExit) as end:
+            evaluation.main(arguments)
+        told = f"{path} is of {name}, not of {run.model(runs.MODEL).name}: give another --out\n"
+        assert end.value.code == 2 and capsys.readouterr().err == f"python -m bench.evaluation: error: {told}"
+
+
 def line(question, run, cache, task, metric="score", **values):
     fields = dict(
         question=question, run=run, model="m", cache=cache, task=task, metric=metric, budget=None, weights="fp32", batch=1

@@ -12,6 +12,7 @@ from bench.compare import cells, forced, forced_page, model, tuned
 from bench.compare.forced import Adaptive, Asked, Forced
 from bench.compare.text import Text
 from icejax.cache.registry import Q8_0, Clustered, Full, Streaming
+from icejax.engine.snapshot.fingerprint import weights_sum
 from tests import tolerances
 from tests.helpers import families
 
@@ -190,6 +191,33 @@ def test_a_stopped_run_goes_on_and_writes_the_page(run, tmp_path, monkeypatch, c
     (tmp_path / "run" / "compare-published.md").unlink()
     assert compare.main(["--page", "--out", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run" / "compare-published.md").read_text() == page
+
+
+def test_a_line_of_other_weights_counts_as_missing(ours, tmp_path, monkeypatch):
+    """A line without a checksum of the weights, as older files have, counts by the model's name."""
+    document = texts.Document([1], (texts.Question([2], [3]),))
+    monkeypatch.setattr(texts, "document", lambda *_, **__: document)
+    monkeypatch.setattr(forced.Text, "read", lambda *_: None)
+    monkeypatch.setattr(Asked, "of", lambda *_: None)
+    monkeypatch.setattr(Forced, "figures", lambda *_: dict.fromkeys(forced.FIGURES, 0.5))
+    contenders, _ = cells.contenders(["full"], [], LENGTH)
+    path, arguments = tmp_path / "lines", dict(lengths=[LENGTH], tasks=["value"], questions=1, contenders={LENGTH: contenders})
+
+    def run() -> list[dict]:
+        [*forced.run("tiny", ours, None, path=path, **arguments)]
+        return [json.loads(text) for text in path.read_text().splitlines()]
+
+    (first,) = run()
+    assert first["weights"] == weights_sum(ours)
+    older = {name: value for name, value in first.items() if name != "weights"}
+    for old, added in ((first, []), (older, []), (first | dict(weights=first["weights"] ^ 1), [first])):
+        path.write_text(json.dumps(old) + "\n")
+        assert run() == [old, *added]
+
+
+def test_options_of_other_weights_are_not_used_again():
+    old = {(name, weights): dict(model=name, weights=weights) for name in "ab" for weights in (1, 2)} | {"c": dict(model="a")}
+    assert [*cells.of_model(old, "a", 1)] == [("a", 1), "c"]
 
 
 def line(task="value", text=0, question=0, policy="quest", **figures):

@@ -40,6 +40,7 @@ BAD = {
     "needle.language --length 1": "--length must be at least 65, got 1",
     "needle.evaluate --seed -1": "--seed must be at least 0, got -1",
     "needle.evaluate --questions 0": "--questions must be at least 1, got 0",
+    "needle.evaluate --panel --model other/qwen3": "other/qwen3 must have another name than the panel's adamw, mha, qwen3, ",
     "needle.evaluate --cache full --budget 64": "cache 'full' has no option 'budget': it has none",
     "compare.__main__ --budgets inf%": "--budgets must be numbers of tokens or shares such as 10%, got 'inf%'",
     "compare.__main__ --budgets 0 --policies topp": "--budgets must be numbers of tokens or shares such as 10%, got '0'",

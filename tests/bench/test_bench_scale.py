@@ -14,19 +14,33 @@ from icejax.cache.registry import Clustered
 BESIDE, DENSE, PAGES = dict(flops=7, temp_bytes=5), dict(flops=100, temp_bytes=2), dict(flops=1000, temp_bytes=90)
 
 
-def test_a_step_of_all_layers_is_counted_from_one_layer_of_each_kind(monkeypatch):
-    """Of 4 layers two keep every token: what is beside the layers counts once, and temporary memory is the largest."""
+@pytest.fixture
+def counting_of(monkeypatch):
+    """Returns the function from a number of layers to their `Counting`, with figures that are sums over layers."""
 
     def figures(target, step, *, devices):
         layers = [PAGES if isinstance(policy, Clustered) else DENSE for policy in step.plan.policies]
         return {name: BESIDE[name] + sum(layer[name] for layer in layers) for name in BESIDE}
 
+    def counting(layers: int) -> programs.Counting:
+        model = compile.abstract_model("attention", dtype="bfloat16", layers=layers)
+        return programs.Counting(TARGETS["h100"], model, batch=1, new_tokens=64)
+
     monkeypatch.setattr(programs, "figures", figures)
-    model = compile.abstract_model("attention", dtype="bfloat16", layers=4)
-    counting = programs.Counting(TARGETS["h100"], model, batch=1, new_tokens=64)
+    return counting
+
+
+def test_a_step_of_all_layers_is_counted_from_one_layer_of_each_kind(counting_of):
+    """Of 4 layers two keep every token: what is beside the layers counts once, and temporary memory is the largest."""
+    counting = counting_of(4)
     assert counting.counted(Clustered(dense_layers=2), 4096) == dict(flops=7 + 2 * 100 + 2 * 1000, temp_bytes=5 + 2 * 90)
     assert counting.compiled(Clustered(dense_layers=2), 4096)["flops"] == 7 + 2 * 100 + 2 * 1000
     assert len(counting._compiled) == 5  # one layer and two of each kind, and all
+
+
+def test_layers_that_all_differ_are_compiled_whole(counting_of):
+    for layers, counted in ((1, dict(flops=7 + 100, temp_bytes=5 + 2)), (2, dict(flops=7 + 100 + 1000, temp_bytes=5 + 2 + 90))):
+        assert counting_of(layers).counted(Clustered(dense_layers=1), 4096) == counted
 
 
 def test_the_least_times_of_the_links():

@@ -5,19 +5,20 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bench.serving import __main__ as command
-from bench.serving import peers
-from bench.serving.client import Timed
+from bench.serving import parts, peers
+from bench.serving.client import Http, Timed
 from bench.serving.page import page
 from bench.serving.rows import load_row, slope
 from bench.serving.subject import OverHttp, Question, closed_loop, open_loop
 from icejax.checks.errors import InputError
 
 TINY = (
-    "--parts load,document,bars,cancel,soak --concurrency 2 --rates 50 --requests 4 --prompt-tokens 30 --answer-tokens 4 "
+    "--parts load,document,batch,prefill,cancel,soak --concurrency 2 --rates 50 --requests 4 --prompt-tokens 30 --answer-tokens 4 "
     "--document-tokens 600 --questions 3 --repeats 1 --cancels 20 --minutes 0.02 -- --cache clustered --warmup 0"
 )
 
@@ -69,12 +70,11 @@ def test_every_part_has_its_rows(capsys, monkeypatch):
     monkeypatch.delenv("XLA_FLAGS")  # the servers run longer than they compile
     assert command.main(TINY.split()) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    parts = [(row["subject"], row["part"]) for row in rows]
-    assert parts == [
+    assert [(row["subject"], row["part"]) for row in rows] == [
         *[("http", "load")] * 2,
         *[("http", "document")] * 3,
         *[("engine", "load")] * 2,
-        *[("http / engine", "ratio")] * 2,
+        ("http / engine", "ratio"),
         *[("http", "batch")],
         *[("http", "prefill")] * 2,
         ("http", "cancel"),
@@ -85,7 +85,9 @@ def test_every_part_has_its_rows(capsys, monkeypatch):
     for row in rows[:2] + rows[5:7]:
         assert (row["completed"], row["failed"], row["total_output_tokens"]) == (4, 0, 16) and row["p99_itl_ms"] > 0
     assert [row["cached_tokens"] for row in rows[2:5]] == [0, 0, 512]
-    batch, itl, ttft = rows[9:12]
+    ratio, batch, itl, ttft = rows[7:11]
+    figures = [row["output_throughput"] for row in (rows[0], rows[5])]
+    assert ratio["output_throughput"] == pytest.approx(figures[0] / figures[1], abs=1e-3) and ratio["max_concurrency"] == 2
     assert batch["ratio"] == pytest.approx(batch["batch_tokens_per_s"] / batch["one_tokens_per_s"], abs=1e-3)
     assert (
         itl["gaps"] >= 4
@@ -146,14 +148,25 @@ def test_a_peer_that_ends_is_told(monkeypatch):
         peers.version("llama.cpp", sys.executable)
 
 
+SETTINGS = dict(model="a", asked=dict(prompt_tokens=512, answer_tokens=64), options="")
+
+
+def loads(http: float, engine: float, **fields) -> list[dict]:
+    """Returns the rows of a run of a load, with the ratio."""
+    common = SETTINGS | dict(max_concurrency=4, request_rate=None) | fields
+    times = dict(part="load", failed=0, median_ttft_ms=1500.0, median_tpot_ms=20.0)
+    rows = [common | times | dict(subject=name, output_throughput=x) for name, x in (("http", http), ("engine", engine))]
+    return [*rows, common | dict(part="ratio", subject="http / engine", output_throughput=http / engine)]
+
+
 def test_the_tables_have_the_figures_of_rows():
-    times = dict(failed=0, median_ttft_ms=1500.0, median_tpot_ms=20.0)
-    common = dict(model="a", part="load", max_concurrency=4, request_rate=None) | times
-    rows = [common | dict(subject=name, output_throughput=rate) for name, rate in (("http", 45.0), ("engine", 50.0))]
-    known = dict(mean_ttft_ms=250.0, cached_tokens=8192, prompt_tokens=8210)
-    rows.append(dict(model="a", part="document", subject="http", question=3) | known)
+    def document(first: float, **fields) -> dict:
+        known = dict(mean_ttft_ms=first, cached_tokens=8192, prompt_tokens=8210)
+        return SETTINGS | dict(part="document", subject="http", question=3) | known | fields
+
+    rows = [*loads(45.0, 50.0), *loads(60.0, 48.0, options="--slots 2"), document(250.0)]
     assert [*page(rows)] == [
-        "### a",
+        "### a, prompts of 512 tokens, answers of 64",
         "",
         "|  | 4 open: tokens/s; first token, s; ms per token |",
         "|---|---|",
@@ -165,7 +178,56 @@ def test_the_tables_have_the_figures_of_rows():
         "|---|---|",
         "| http | 0.25 (8,192 of 8,210) |",
         "",
+        "### a, prompts of 512 tokens, answers of 64, `--slots 2`",
+        "",
+        "|  | 4 open: tokens/s; first token, s; ms per token |",
+        "|---|---|",
+        "| http | 60.0; 1.50; 20.0 |",
+        "| engine | 48.0; 1.50; 20.0 |",
+        "| http / engine | 1.25 |",
+        "",
     ]
+    rows += [*loads(20.0, 40.0), *loads(48.0, 40.0), document(750.0), document(350.0)]
+    rows += [row | dict(max_concurrency=None, request_rate=0.5) for row in loads(9.0, 9.0)]
+    lines = [*page(rows)]
+    assert lines[4:7] == [
+        "| http | 45.0; 1.50; 20.0; 3 runs | 9.0; 1.50; 20.0 |",
+        "| engine | 40.0; 1.50; 20.0; 3 runs | 9.0; 1.50; 20.0 |",
+        "| http / engine | 0.90 (0.50 to 1.20) | - |",
+    ]
+    assert lines[10] == "| http | 0.35 (8,192 of 8,210); 3 runs |"
+
+
+def test_a_watcher_that_fails_is_told(monkeypatch):
+    monkeypatch.setattr(parts, "SAMPLE_S", 0.01)
+    texts = [f"{parts.BYTES} {2**20}\n".encode()]
+
+    class Server:
+        async def get(self, path):
+            if not texts:
+                raise InputError("the server does not answer")
+            return texts.pop()
+
+    clerk, questions = Clerk(0.01), SimpleNamespace(random=lambda *_: Question("", 1))
+    clerk.server, clerk.look = Server(), clerk.answer
+    with pytest.raises(InputError, match="the server does not answer"):
+        asyncio.run(parts.soak(clerk, questions, minutes=0.002, most_prompt=1, most_answer=1, concurrency=2))
+    assert clerk.open == 0 and len(clerk.came) > 4
+
+
+def test_a_response_that_is_cut_off_is_told():
+    async def ask(sent: bytes) -> bytes:
+        def respond(_, writer):
+            writer.write(sent)
+            writer.close()
+
+        async with await asyncio.start_server(respond, "127.0.0.1", 0) as server:
+            return await Http(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}").get("/metrics")
+
+    assert asyncio.run(ask(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nab")) == b"ab"
+    for sent in (b"", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\na", b"no HTTP\r\n\r\n"):
+        with pytest.raises(InputError, match=r"http://127.0.0.1:\d+ does not answer: "):
+            asyncio.run(ask(sent))
 
 
 @pytest.mark.parametrize(
