@@ -1,5 +1,6 @@
 """A Ray cluster of two nodes on this machine: every line is answered once, a document has one replica, and the router."""
 
+import asyncio
 import http.client
 import json
 import os
@@ -21,6 +22,7 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 from ray.data.exceptions import ExecutionTimeoutError
+from ray.serve.exceptions import BackPressureError
 
 from icejax.commands import evaluate, generate
 from icejax.ray import jobs, router, serving
@@ -220,6 +222,30 @@ def test_a_run_without_answers_ends_in_one_line():
     assert next(rows)["refusal"] == ""
     with pytest.raises(icejax.InputError, match="no actor has ended its lines within 24 hours: use a smaller --batch-size"):
         next(rows)
+
+
+def test_a_full_queue_before_the_replicas_is_told():
+    class Refused:
+        def __aiter__(self):
+            return self
+
+        async def __anext__(self):
+            raise BackPressureError(num_queued_requests=2, max_queued_requests=2)
+
+        def cancel(self):
+            pass
+
+    sent, handle = [], types.SimpleNamespace(answer=types.SimpleNamespace(remote=lambda *_: Refused()))
+    front = serving.Front(types.SimpleNamespace(options=lambda stream: handle), 100)
+
+    async def receive():
+        return {"type": "http.request", "body": b"{}"}
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(front._answer(dict(type="http", path="/v1/completions"), receive, send))
+    assert sent[0]["status"] == 429 and json.loads(sent[1]["body"])["error"]["code"] == "queue_full"
 
 
 @pytest.fixture

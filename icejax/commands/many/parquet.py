@@ -30,9 +30,8 @@ def rows(path: Path) -> Iterator[tuple[int, int, str]]:
         batches = file.iter_batches(batch_size=TOGETHER)
         while True:
             with _errors_told(path):
-                batch = next(batches, None)
-                some = [] if batch is None else batch.to_pylist()
-            if batch is None:
+                some = next((batch.to_pylist() for batch in batches), None)
+            if some is None:
                 return
             for row in some:
                 yield place + 1, place, _text(path, place, row)
