@@ -18,9 +18,16 @@ FOLDER = Path(__file__).parent / "needle" / "panel"
 
 
 def folders(first: Path | str = ASSETS, *, panel: bool = False) -> dict[str, Path | str]:
-    """Returns the folders of models by name: the first model, and with `panel` the models of the panel."""
-    panel_folders = sorted(path.parent for path in FOLDER.glob("*/config.json")) if panel else []
-    return {"bundled" if first == ASSETS else Path(first).name: first} | {path.name: path for path in panel_folders}
+    """Returns the folders of models by name: the first model, and with `panel` the models of the panel.
+
+    Raises:
+        InputError: the first model has the name of one of the panel.
+    """
+    name = "bundled" if first == ASSETS else Path(first).name
+    of_panel = {path.parent.name: path.parent for path in sorted(FOLDER.glob("*/config.json"))} if panel else {}
+    if name in of_panel:
+        raise InputError(f"{first} must have another name than the panel's {', '.join(of_panel)}: rename it, or omit --panel")
+    return {name: first} | of_panel
 
 
 def models(
