@@ -193,9 +193,9 @@ def lines(path: Path, *, key: Sequence[str] = KEY, fields: Collection[str] = COL
     return by_key
 
 
-def of_model(found: dict[tuple, dict], name: str, weights: int) -> dict[tuple, dict]:
+def of_model(known: dict[tuple, dict], name: str, weights: int) -> dict[tuple, dict]:
     """Returns the lines of a model; a line without `weights`, the checksum of a model's weights, counts by its name alone."""
-    return {key: line for key, line in found.items() if line["model"] == name and line.get("weights", weights) == weights}
+    return {key: line for key, line in known.items() if line["model"] == name and line.get("weights", weights) == weights}
 
 
 def add(path: Path, line: dict) -> None:

@@ -12,7 +12,7 @@ import jax
 
 from icejax import __version__
 from icejax.cache.registry import display_name
-from icejax.engine.snapshot.fingerprint import fingerprint
+from icejax.engine.snapshot.fingerprint import weights_sum
 from icejax.evaluation.harness import HarnessModel
 
 ABOUT = "icejax"  # key in the harness's results
@@ -33,7 +33,7 @@ def about(harness_model: HarnessModel, name: str, *, chat: bool, system: str | N
         model_type=model.config.model_type,
         dtype=model.dtype,
         quantize=quantize,
-        weights=fingerprint(model, policy, harness_model.tokenizer)["weights"],
+        weights=weights_sum(model),
         weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(model)),
         cache=display_name(policy),
         budget=policy.budget,
