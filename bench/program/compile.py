@@ -31,7 +31,8 @@ from icejax.checkpoint.quantized import formats
 from icejax.checkpoint.quantized.rounding import Method
 from icejax.checks.errors import InputError, suggestion
 from icejax.engine.batch import empty_batch
-from icejax.engine.decode.step import DecodeState, decode_cuts, step_program
+from icejax.engine.decode.state import DecodeState, decode_cuts
+from icejax.engine.decode.step import step_program
 from icejax.engine.plan import Plan, make_plan
 from icejax.models.decoder import CausalLM
 from icejax.models.parts.latent_attention import BY_HEAD

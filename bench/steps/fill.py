@@ -18,7 +18,7 @@ from icejax.cache.pool import allocation, host_pool
 from icejax.cache.pool.extents import table_for
 from icejax.cache.pool.page_format import without_codes
 from icejax.cache.protocol import Lengths
-from icejax.engine.decode.step import DecodeState
+from icejax.engine.decode.state import DecodeState
 from icejax.engine.plan import Plan, make_plan
 from icejax.engine.prefill import prefill
 from icejax.models.decoder import CausalLM

@@ -15,7 +15,7 @@ from icejax.checkpoint.folder import resolve
 from icejax.checkpoint.load import load_model, open_checkpoint
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import integer
-from icejax.engine.decode.step import DecodeState
+from icejax.engine.decode.state import DecodeState
 from icejax.engine.request import Prompt, Request, answer_options, requests
 from icejax.engine.response import GenerationResponse, joined
 from icejax.engine.serving.core import Core

@@ -22,7 +22,7 @@ from icejax.cache.pool.extents import SCRATCH_EXTENT, Extents, extents_for
 from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.checks.errors import InputError
-from icejax.engine.decode.step import DecodeState, Step, decode_cuts
+from icejax.engine.decode.state import DecodeState, Step, decode_cuts
 from icejax.engine.penalties import neutral_where_none
 from icejax.engine.plan import Plan
 from icejax.engine.sampling import RowSampling, Sampling, row_keys

@@ -11,7 +11,8 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from icejax.engine.decode.counters import pack_token
-from icejax.engine.decode.step import DecodeState, Step, choose_next
+from icejax.engine.decode.state import DecodeState, Step
+from icejax.engine.decode.step import choose_next
 from icejax.engine.plan import Plan
 from icejax.models.decoder import CausalLM
 from icejax.models.parts.vocabulary import Ends

@@ -26,7 +26,7 @@ from icejax.cache.shares import ORDER, PAGES, state_cuts
 from icejax.cache.sizes import CacheSpec
 from icejax.engine.buckets import bucket
 from icejax.engine.decode.layer import view_of
-from icejax.engine.decode.step import DecodeState, Step
+from icejax.engine.decode.state import DecodeState, Step
 from icejax.engine.first_token import choose_first
 from icejax.engine.layers import LayerPlace, embed, run_exact_with_experts, run_layers
 from icejax.engine.penalties import row_options

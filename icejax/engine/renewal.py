@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import KVCache, Lengths
 from icejax.engine.batch import extract
-from icejax.engine.decode.step import DecodeState, Step
+from icejax.engine.decode.state import DecodeState, Step
 from icejax.engine.first_token import choose_first
 from icejax.engine.plan import Plan
 from icejax.engine.prefill import keep_layers, prefill_layers

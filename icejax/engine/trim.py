@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from icejax.cache.protocol import KVCache, Lengths
-from icejax.engine.decode.step import DecodeState, decode_cuts
+from icejax.engine.decode.state import DecodeState, decode_cuts
 from icejax.engine.plan import Plan
 from icejax.runtime.mesh import WHOLE, on_mesh
 

@@ -21,7 +21,8 @@ from icejax.cache.protocol import CachePolicy
 from icejax.checks.errors import InputError
 from icejax.checks.numbers import POSITIONS
 from icejax.engine.decode.counters import StepCounters
-from icejax.engine.decode.step import DecodePrograms, DecodeState
+from icejax.engine.decode.state import DecodeState
+from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.extend import extend
 from icejax.engine.plan import Plan, make_plan, reports
 from icejax.engine.prefill import prefill

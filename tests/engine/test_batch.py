@@ -14,7 +14,8 @@ from icejax.cache.registry import Clustered, Coded, Full, OmniKV, Packed, ParisK
 from icejax.checks.errors import InputError
 from icejax.engine import batch as rows
 from icejax.engine.batch import empty_batch, end, extract, fold_into_prompt, fork, insert, resized
-from icejax.engine.decode.step import DecodePrograms, Step
+from icejax.engine.decode.state import Step
+from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.extend import extend
 from icejax.engine.plan import make_plan
 from icejax.engine.prefill import prefill

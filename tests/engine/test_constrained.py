@@ -11,7 +11,7 @@ import icejax
 from icejax import Grammar, InputError, Request, Sampling
 from icejax.engine.decode.constrained import constrained, unpacked
 from icejax.engine.decode.counters import pack_token
-from icejax.engine.decode.step import Step
+from icejax.engine.decode.state import Step
 from icejax.engine.penalties import RowPenalties
 from icejax.engine.sampling import RowSampling
 from tests import tolerances

@@ -15,7 +15,8 @@ from icejax.checkpoint import load_model
 from icejax.config import ModelConfig
 from icejax.engine.batch import insert
 from icejax.engine.buckets import bucket
-from icejax.engine.decode.step import DecodePrograms, DecodeState, Step
+from icejax.engine.decode.state import DecodeState, Step
+from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.plan import Plan
 from icejax.engine.prefill import prefill
 from icejax.engine.sampling import Sampling

@@ -15,7 +15,7 @@ from icejax.cache.bases.retrieval import PagedState
 from icejax.cache.pool.page_format import without_codes
 from icejax.cache.protocol import Outcome
 from icejax.checks.errors import InputError
-from icejax.engine.decode.step import DecodeState
+from icejax.engine.decode.state import DecodeState
 from icejax.engine.plan import Plan
 from icejax.engine.response import Attention
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
-from icejax.engine.decode.step import DecodeState, Step, choose_next
+from icejax.engine.decode.state import DecodeState, Step
+from icejax.engine.decode.step import choose_next
 from icejax.engine.plan import Plan
 
 

@@ -17,7 +17,7 @@ from icejax.engine.decode.logprobs import TopLogprobs
 from icejax.engine.decode.nonfinite import not_finite
 from icejax.engine.decode.row import Row
 from icejax.engine.decode.run import Run, RunConstants, run_constants
-from icejax.engine.decode.step import Step
+from icejax.engine.decode.state import Step
 from icejax.engine.response import GenerationResponse
 
 LOG = logging.getLogger(__name__)

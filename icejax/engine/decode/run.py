@@ -19,7 +19,8 @@ from icejax.checks.errors import InputError
 from icejax.engine.batch import insert, resized, without_row
 from icejax.engine.decode.constrained import constrained
 from icejax.engine.decode.counters import NOT_FINITE, pack_token
-from icejax.engine.decode.step import DecodePrograms, DecodeState, Step
+from icejax.engine.decode.state import DecodeState, Step
+from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.plan import Plan, reports
 from icejax.engine.renewal import renewed, without_cache
 from icejax.engine.response import RunReport

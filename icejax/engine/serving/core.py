@@ -32,7 +32,8 @@ from icejax.engine.decode.counters import pack_token
 from icejax.engine.decode.loop import DecodeLoop, Outcome
 from icejax.engine.decode.row import Row
 from icejax.engine.decode.run import Run, constants
-from icejax.engine.decode.step import DecodePrograms, DecodeState, Step
+from icejax.engine.decode.state import DecodeState, Step
+from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.penalties import row_options
 from icejax.engine.plan import Plan, make_plan
 from icejax.engine.sampling import Sampling

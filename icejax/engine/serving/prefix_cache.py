@@ -20,7 +20,7 @@ from icejax.cache.pool.page_format import pool_bytes, pool_shapes
 from icejax.cache.shares import saved_spec
 from icejax.engine.batch import pages_used
 from icejax.engine.buckets import bucket
-from icejax.engine.decode.step import DecodeState
+from icejax.engine.decode.state import DecodeState
 from icejax.engine.plan import Plan
 from icejax.engine.serving.cropped import layers_out
 from icejax.engine.serving.prefix_folder import PrefixFolder, StoredPrefix

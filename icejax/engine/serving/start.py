@@ -20,7 +20,7 @@ from icejax.cache.protocol import KVCache, Lengths
 from icejax.checks.errors import InputError
 from icejax.engine.batch import pages_used
 from icejax.engine.decode.attention_map import AttentionMap
-from icejax.engine.decode.step import DecodeState, Step, decode_cuts
+from icejax.engine.decode.state import DecodeState, Step, decode_cuts
 from icejax.engine.extend import extend
 from icejax.engine.first_token import choose_from
 from icejax.engine.penalties import row_options

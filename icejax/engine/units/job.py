@@ -24,7 +24,7 @@ from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import Outcome, Shared
 from icejax.cache.sizes import CacheSpec
 from icejax.engine.decode.attention_map import positions_in
-from icejax.engine.decode.step import DecodeState, Step
+from icejax.engine.decode.state import DecodeState, Step
 from icejax.engine.layers import embed
 from icejax.engine.plan import Plan
 from icejax.engine.prefill import first_state, lengths_of, padded_prompts, write_layer
