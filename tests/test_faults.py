@@ -363,7 +363,7 @@ FAULTS = (
     ("engine/layout.py", "-(-spec.new_capacity // every) * every", "spec.new_capacity", "engine/test_batch.py::test_pages_for_new_tokens_are_whole_rounds_of_compaction"),
     ("engine/decode/step.py", "shared if layer.policy.follows else None", "None", "engine/test_prefill_and_decode.py::test_a_step_by_layers_equals_one_program[followed]"),
     ("engine/decode/layer.py", "donate_argnums=1", "donate_argnums=()", "engine/test_prefill_and_decode.py::test_a_step_by_layers_equals_one_program[followed]"),
-    ("engine/decode/step.py", "done=state.done | ended", "done=state.done", "engine/test_prefill_and_decode.py::test_rows_that_have_ended_cost_no_fetches[True]"),
+    ("engine/decode/choice.py", "done=state.done | ended", "done=state.done", "engine/test_prefill_and_decode.py::test_rows_that_have_ended_cost_no_fetches[True]"),
     ("text/tokenizer.py", "if not _reads_as_its_file(tokenizer, folder):", "if False:", "text/test_tokenizer_file.py::test_token_ids_are_the_files[byte level-qwen2-Qwen2Tokenizer]"),
     ("text/token_text.py", "if name.startswith(SPACE) and", "if False and", "text/test_detokenize.py::test_a_token_is_told_with_its_space_and_its_bytes[llama-2]"),
     ("text/encode.py", "== before:\n            return whole[len(before) :]", "== before:\n            return ids", "text/test_continuation.py::test_later_text_has_the_tokens_of_the_middle_of_a_text"),

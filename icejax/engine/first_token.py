@@ -5,19 +5,17 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 from jaxtyping import Array, Float, Int
 
-from icejax.engine.decode.counters import pack_token
+from icejax.engine.decode.choice import chosen
+from icejax.engine.decode.counters import pack_nothing
 from icejax.engine.decode.state import DecodeState, Step
-from icejax.engine.decode.step import choose_next
 from icejax.engine.plan import Plan
 from icejax.models.decoder import CausalLM
 from icejax.models.parts.vocabulary import Ends
 from icejax.runtime import devices
-from icejax.runtime.mesh import WHOLE, stream_cut
+from icejax.runtime.mesh import WHOLE, placed, stream_cut
 
 
 def choose_first(
@@ -41,13 +39,7 @@ def choose_from(logits: Float[Array, "B V"], state: DecodeState, plan: Plan) -> 
     # A step's results are committed, so what comes first must be too, or programs compile twice. On a mesh it is.
     if plan.mesh is None:
         logits, state = jax.device_put((logits, state), devices.device())
-    return _choose_from(logits, state, plan=plan)
-
-
-@functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
-def _choose_from(logits: jax.Array, state: DecodeState, *, plan: Plan) -> tuple[DecodeState, Step]:
-    state = choose_next(logits, state, plan)
-    return state, Step(pack_token(state.last_tokens), logits)
+    return chosen(state, Step(placed(plan.mesh, pack_nothing(len(logits))), logits), plan)
 
 
 @jax.jit

@@ -10,7 +10,7 @@ import pytest
 import icejax
 from icejax import Grammar, InputError, Request, Sampling
 from icejax.engine.decode.constrained import constrained, unpacked
-from icejax.engine.decode.counters import pack_token
+from icejax.engine.decode.counters import pack_nothing, with_tokens
 from icejax.engine.decode.state import Step
 from icejax.engine.penalties import RowPenalties
 from icejax.engine.sampling import RowSampling
@@ -114,7 +114,9 @@ def test_a_choice_under_masks_is_that_of_numpy(bundled):
     bits = np.packbits(np.pad(allowed, ((0, 0), (0, -vocabulary % 32))), axis=1, bitorder="little").view(np.uint32)
     np.testing.assert_array_equal(unpacked(jnp.asarray(bits), vocabulary), allowed)
     rows = np.asarray([True, False])
-    new, step = constrained(state, Step(pack_token(jnp.asarray(first)), jnp.asarray(logits)), bits, rows, plan)
+    new, step = constrained(
+        state, Step(with_tokens(jnp.asarray(pack_nothing(batch)), jnp.asarray(first)), jnp.asarray(logits)), bits, rows, plan
+    )
     expected = np.where(
         np.isin(np.arange(vocabulary), texts[0]), np.where(logits[0] > 0, logits[0] / 1.5, logits[0] * 1.5), logits[0]
     )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import icejax
 from icejax.checks.errors import InputError
-from icejax.engine import first_token
+from icejax.engine.decode import choice
 from icejax.engine.decode import step as decode_step
 from icejax.engine.penalties import RowPenalties
 from icejax.engine.sampling import RowSampling, Sampling, candidates, choose, kth_largest, row_keys
@@ -180,9 +180,9 @@ def test_the_vocabulary_is_not_sorted_and_nothing_loops():
 
 @pytest.mark.slow
 def test_another_temperature_compiles_nothing(bundled, monkeypatch):
-    """One program serves greedy batches, and one all batches in which a row samples, whatever its options."""
+    """All batches have one step; one choice of tokens serves greedy batches, and one those in which a row samples."""
     decode_step.step_program.cache_clear()
-    first_token._choose_from.clear_cache()
+    choice._chosen.clear_cache()
     used_programs, programs = [], decode_step.step_program
     monkeypatch.setattr(
         decode_step, "step_program", lambda *arguments: used_programs.append(programs(*arguments)) or used_programs[-1]
@@ -191,17 +191,17 @@ def test_another_temperature_compiles_nothing(bundled, monkeypatch):
     def num_compiled(*rows: Sampling) -> tuple[int, int]:
         requests = [icejax.Request(prompt="import ", sampling=row) for row in rows]
         icejax.generate(*bundled, requests, cache=icejax.Full(), max_new_tokens=3)
-        return used_programs[-1]._cache_size(), first_token._choose_from._cache_size()
+        return used_programs[-1]._cache_size(), choice._chosen._cache_size()
 
-    assert num_compiled(Sampling(), Sampling()) == (1, 1)
-    assert num_compiled(Sampling(temperature=0.7), Sampling()) == (2, 2)
+    assert num_compiled(Sampling(), Sampling()) == (1, 2)  # of a prompt and of both rows
+    assert num_compiled(Sampling(temperature=0.7), Sampling()) == (1, 4)
     for row in (
         Sampling(temperature=0.9, top_k=5),
         Sampling(temperature=1e-6, top_p=0.1),
         Sampling(temperature=2.0, min_p=0.2),
     ):
-        assert num_compiled(Sampling(temperature=1.1), row) == num_compiled(row, row) == (2, 2)
-    assert num_compiled(Sampling(), Sampling()) == (2, 2)
+        assert num_compiled(Sampling(temperature=1.1), row) == num_compiled(row, row) == (1, 4)
+    assert num_compiled(Sampling(), Sampling()) == (1, 4)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, UInt32
 
+from icejax.engine.decode.choice import choose_next
+from icejax.engine.decode.counters import with_tokens
 from icejax.engine.decode.state import DecodeState, Step
-from icejax.engine.decode.step import choose_next
 from icejax.engine.plan import Plan
 
 
@@ -28,9 +29,8 @@ def constrained(
         masks: the tokens that may be chosen, as in `Matcher.mask`.
     """
     layers = state.cache.layers  # the program needs the rest alone
-    rest = dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=()))
-    rest, step = _constrained(rest, step, masks, rows, plan=plan)
-    return dataclasses.replace(rest, cache=dataclasses.replace(rest.cache, layers=layers)), step
+    rest, step = _constrained(state.without_layers(), step, masks, rows, plan=plan)
+    return rest.with_layers(layers), step
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnums=0)
@@ -38,10 +38,11 @@ def _constrained(state: DecodeState, step: Step, masks: jax.Array, rows: jax.Arr
     penalties = None if state.penalties is None else state.penalties.before(step.tokens)
     # Rows without a grammar count as ended for the choice: they repeat their token.
     before = dataclasses.replace(state, done=~rows, penalties=penalties)
-    chosen = choose_next(step.logits, before, plan, allowed=unpacked(masks, step.logits.shape[1]))
+    chosen = choose_next(step.logits, before, plan.eos_token_ids, allowed=unpacked(masks, step.logits.shape[1]))
     done = jnp.where(rows, chosen.done, state.done)
-    counters = step.counters.at[0].set(chosen.last_tokens)
-    return dataclasses.replace(chosen, done=done), dataclasses.replace(step, counters=counters)
+    return dataclasses.replace(chosen, done=done), dataclasses.replace(
+        step, counters=with_tokens(step.counters, chosen.last_tokens)
+    )
 
 
 def unpacked(masks: UInt32[Array, "B W"], vocabulary: int) -> Bool[Array, "B V"]:

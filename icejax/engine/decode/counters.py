@@ -72,6 +72,11 @@ def pack(
     return jnp.concatenate([token[None], pages, experts, estimates])
 
 
-def pack_token(token: Int[Array, " B"]) -> Int[Array, "8 B"]:
-    """Returns the packed counters of a prompt's first token; all but the token are 0."""
-    return jnp.pad(token[None], ((0, len(StepCounters._fields) - 1), (0, 0)))
+def pack_nothing(rows: int) -> Int[np.ndarray, "8 B"]:
+    """Returns the packed counters of rows that have taken no step, before the choice of their first token."""
+    return np.zeros((len(StepCounters._fields), rows), np.int32)
+
+
+def with_tokens(counters: Int[Array, "8 B"], tokens: Int[Array, " B"]) -> Int[Array, "8 B"]:
+    """Returns packed counters with `tokens` as the chosen ones."""
+    return counters.at[0].set(tokens)

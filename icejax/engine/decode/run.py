@@ -18,7 +18,7 @@ from icejax.cache.registry import display_name
 from icejax.checks.errors import InputError
 from icejax.engine.batch import insert, resized, without_row
 from icejax.engine.decode.constrained import constrained
-from icejax.engine.decode.counters import NOT_FINITE, pack_token
+from icejax.engine.decode.counters import NOT_FINITE, pack_nothing
 from icejax.engine.decode.state import DecodeState, Step
 from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.plan import Plan, reports
@@ -144,7 +144,7 @@ def resumed_run(model: CausalLM, plan: Plan, cache: KVCache, pool: Pool | None) 
     """Returns the run of one row from a saved cache, for `extend` to add text to."""
     zeros = jnp.zeros(1, jnp.int32)
     state = DecodeState(cache, zeros, zeros > 0, row_keys([(0, 0)]), jnp.copy(zeros))
-    return Run(DecodePrograms(model, plan), state, Step(pack_token(zeros), jnp.zeros((1, 1))), pool)
+    return Run(DecodePrograms(model, plan), state, Step(jnp.asarray(pack_nothing(1)), jnp.zeros((1, 1))), pool)
 
 
 @dataclass(frozen=True)

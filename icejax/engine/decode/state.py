@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,14 @@ class DecodeState:
     draw_origin: jax.Array  # i32[B]
     sampling: RowSampling | None = None
     penalties: RowPenalties | None = None
+
+    def without_layers(self) -> DecodeState:
+        """Returns the state for programs that need nothing of the layers."""
+        return self.with_layers(())
+
+    def with_layers(self, layers: tuple[Any, ...]) -> DecodeState:
+        """Returns the state with the layers' caches."""
+        return replace(self, cache=replace(self.cache, layers=layers))
 
 
 @jax.tree_util.register_dataclass

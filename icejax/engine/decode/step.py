@@ -3,9 +3,9 @@
 The decode loop calls `DecodePrograms.step`. Through the layers goes the newest token of each row, [B, 1, D]; out come tokens
 i32[B], counters i32[8, B] and logits f32[B, V].
 
-On a CPU a step is a program per layer, with one more before the first layer and one after the last, so that each kind of
-layer is compiled once. On other platforms, and in a model of few layers, a step is one program, of which XLA:GPU makes one CUDA
-graph.
+On a CPU the layers are a program each, with one more before the first layer and one after the last, so that each kind of
+layer is compiled once. On other platforms, and in a model of few layers, they are one program, of which XLA:GPU makes one CUDA
+graph. The choice of tokens is a program of its own: only this small one is compiled for each kind of sampling options.
 """
 
 from __future__ import annotations
@@ -25,33 +25,16 @@ from icejax.cache.pool import host_pool
 from icejax.cache.pool.host_pool import Pool
 from icejax.cache.protocol import CachePolicy
 from icejax.engine.decode.between_steps import between_steps
-from icejax.engine.decode.counters import MILLION, NOT_FINITE, pack
+from icejax.engine.decode.choice import chosen
+from icejax.engine.decode.counters import MILLION, pack
 from icejax.engine.decode.layer import LayerCounts, LayerInputs, LayerProgram, by_layer_options, layer_program, own_mesh
 from icejax.engine.decode.state import DecodeState, Step, decode_cuts
 from icejax.engine.plan import Plan
-from icejax.engine.sampling import choose, fold_in
 from icejax.models.decoder import CausalLM
 from icejax.models.parts.vocabulary import Ends
 from icejax.models.sharding import module_cuts
 from icejax.runtime import compiler_options
 from icejax.runtime.mesh import WHOLE, Mesh, on_mesh, placed, total
-
-
-def choose_next(logits: jax.Array, state: DecodeState, plan: Plan, *, allowed: jax.Array | None = None) -> DecodeState:
-    """Returns the state with the next token of every row that has not ended, chosen from logits f32[B, V].
-
-    Args:
-        allowed: the tokens that may be chosen, bool[B, V]; None: all.
-    """
-    keys, penalties = fold_in(state.key, state.cache.lengths.seen - state.draw_origin), state.penalties
-    candidates = logits if penalties is None else penalties.apply(logits)
-    tokens = choose(candidates if allowed is None else jnp.where(allowed, candidates, -jnp.inf), state.sampling, keys=keys)
-    # -1 as an index means the last token of the vocabulary; the decode loop raises before that matters.
-    tokens = jnp.where(jnp.isfinite(logits).all(-1), tokens, NOT_FINITE)
-    tokens = jnp.where(state.done, state.last_tokens, tokens)
-    ended = jnp.isin(tokens, jnp.asarray(plan.eos_token_ids, jnp.int32)) if plan.eos_token_ids else jnp.zeros_like(state.done)
-    penalties = None if penalties is None else penalties.after(tokens)
-    return dataclasses.replace(state, last_tokens=tokens, done=state.done | ended, penalties=penalties)
 
 
 class DecodePrograms:
@@ -79,7 +62,9 @@ class DecodePrograms:
         Donates `state`, and also `pool` after steps that flush a window page to it.
         """
         flush, flushed, _ = self._between
-        state, results = self.programs.run(state, pool)
+        options = dict(sampling=state.sampling, penalties=state.penalties)
+        state, results = self.programs.run(dataclasses.replace(state, **dict.fromkeys(options)), pool)
+        state, results = chosen(dataclasses.replace(state, **options), results, self.plan)
         self.clock += 1
         if self.plan.page_size and self.clock % self.plan.page_size == 0:
             pages, updates, first = flush(state.cache)
@@ -111,13 +96,13 @@ class StepLayer(NamedTuple):
 
 
 class StepParts(NamedTuple):
-    """A step as a program per layer, one before the first layer and one after the last.
+    """A step before its choice, as a program per layer, one before the first layer and one after the last.
 
     Attributes:
         ends: the weights of `CausalLM.ends`.
         begin: program from `ends` and tokens to the first layer's input.
         finish: program from `ends`, the last layer's output, the state without layers and the layers' counts to the new state
-            without layers, and the step's results.
+            without layers, and the step's results before the choice.
     """
 
     layers: list[StepLayer]
@@ -138,7 +123,7 @@ class StepParts(NamedTuple):
         return cls(layers, ends, *end_programs(tree, plan))
 
     def run(self, state: DecodeState, pool: Pool | None) -> tuple[DecodeState, Step]:
-        """Returns the state after a step, and the step's results. Donates `state`."""
+        """Returns the state after a step, and its results with the last tokens in place of the next. Donates `state`."""
         cache, x = state.cache, self.begin(self.ends, state.last_tokens)
         before, shared, states, counts = None, None, [], []
         for layer, layer_state in zip(self.layers, cache.layers, strict=True):
@@ -174,12 +159,11 @@ def end_programs(tree: jax.tree_util.PyTreeDef, plan: Plan) -> tuple[Callable, C
     def after_layers(ends: Ends, x: jax.Array, state: DecodeState, counts: list[LayerCounts]) -> tuple[DecodeState, Step]:
         logits, lengths = ends.logits(x)[:, 0], state.cache.lengths
         cache = dataclasses.replace(state.cache, lengths=dataclasses.replace(lengths, clock=lengths.clock + 1))
-        state = choose_next(logits, dataclasses.replace(state, cache=cache), plan)
         batch = len(state.last_tokens)
         pages = _sum([x.pages for x in counts if x.pages is not None], (3, batch), plan.mesh)
         experts = sum((x.experts for x in counts if x.experts is not None), jnp.zeros((2, batch), jnp.int32))
         estimates = _mean_estimates([x.estimates for x in counts if x.estimates is not None], batch)
-        return state, Step(pack(state.last_tokens, pages, experts, estimates), logits)
+        return dataclasses.replace(state, cache=cache), Step(pack(state.last_tokens, pages, experts, estimates), logits)
 
     return begin, finish
 
@@ -198,7 +182,7 @@ def _mean_estimates(estimates: list[jax.Array], batch: int) -> Int[Array, "2 B"]
 
 
 class WholeStep(NamedTuple):
-    """A step as one program, of which XLA:GPU makes one CUDA graph.
+    """A step before its choice, as one program, of which XLA:GPU makes one CUDA graph.
 
     Attributes:
         leaves: the model's weights, flat.
@@ -215,7 +199,7 @@ class WholeStep(NamedTuple):
         return cls(step_program(graph, tree, plan), leaves)
 
     def run(self, state: DecodeState, pool: Pool | None) -> tuple[DecodeState, Step]:
-        """Returns the state after a step, and the step's results. Donates `state`."""
+        """Returns the state after a step, and its results with the last tokens in place of the next. Donates `state`."""
         return self.program(self.leaves, state, pool)
 
 

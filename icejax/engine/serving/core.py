@@ -28,7 +28,7 @@ from icejax.cache.protocol import CachePolicy
 from icejax.checks.errors import InputError
 from icejax.engine import batch
 from icejax.engine.decode.attention_map import check_has_pages
-from icejax.engine.decode.counters import pack_token
+from icejax.engine.decode.counters import pack_nothing
 from icejax.engine.decode.loop import DecodeLoop, Outcome
 from icejax.engine.decode.row import Row
 from icejax.engine.decode.run import Run, constants
@@ -179,7 +179,7 @@ class Core:
         if not smaller:
             return
         options = row_options([Sampling(temperature=1.0, frequency_penalty=1.0)] * size, [()] * size, vocabulary)
-        step = Step(pack_token(state.last_tokens), jnp.zeros((size, vocabulary)))
+        step = Step(jnp.asarray(pack_nothing(size)), jnp.zeros((size, vocabulary)))
         # Committed as a step's results are, or what takes them compiles twice.
         (sampling, penalties), step = placed(self.plan.mesh, (options, step))
         state = dataclasses.replace(state, sampling=sampling, penalties=penalties)
