@@ -224,9 +224,11 @@ def end(state: DecodeState, at: int, extents: Extents) -> DecodeState:
 
 def without_row(state: DecodeState, at: int) -> DecodeState:
     """Returns the state with the place `at` free; the row's extents stay taken."""
-    table = state.cache.table
+    table, lengths = state.cache.table, state.cache.lengths
     table = None if table is None else table.at[at].set(SCRATCH_EXTENT)
-    return replace(state, cache=replace(state.cache, table=table), done=state.done.at[at].set(True))
+    # A free place counts as empty: caches that read the slots in use read those of the longest row.
+    lengths = replace(lengths, origin=lengths.origin.at[at].set(-lengths.clock))
+    return replace(state, cache=replace(state.cache, table=table, lengths=lengths), done=state.done.at[at].set(True))
 
 
 def fork(state: DecodeState, pool: Pool | None, extents: Extents | None, *, plan: Plan) -> tuple[DecodeState, Pool | None]:

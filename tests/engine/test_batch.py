@@ -219,6 +219,7 @@ def test_a_row_taken_out_goes_on_alone(model, name):
         batch.join(families.tokens(length, seed=length), index)
         batch.step(7)
     (batch.state, row), row_logits = extract(batch.state, 1), batch.logits.pop(1)
+    assert batch.state.cache.lengths.seen[1] == 0  # nothing is read for the free place
     programs = DecodePrograms(model, batch.row_plan)
     programs.clock = batch.programs.clock
     batch.join(families.tokens(60), 1)  # in the freed place

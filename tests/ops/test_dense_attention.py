@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from icejax.ops.attention.causal import causal
-from icejax.ops.attention.dense import Scoring, attend_all, attend_slots, attend_with_lse, causal_with_lse, merge_by_lse
+from icejax.ops.attention.dense import (
+    Scoring,
+    attend_all,
+    attend_first,
+    attend_slots,
+    attend_with_lse,
+    causal_with_lse,
+    merge_by_lse,
+)
 from tests import tolerances
 from tests.helpers import dense
 from tests.helpers.run import jitted
@@ -123,6 +131,22 @@ def test_attention_to_slots_equals_float64(seen, slots, window):
         expected = dense.attention(*(x[0] for x in qkv), dense.causal(before + tokens, window), softcap)
         for value, reference in zip(actual, expected, strict=True):
             np.testing.assert_allclose(value[row], reference[before:], rtol=0, atol=tolerances.EXACT)
+
+
+@pytest.mark.parametrize("last", [(300, 5, 0), (700, 1700, 2559), (2559, 2600, 2559)])  # blocks, all slots, a full ring
+def test_attention_to_the_first_slots_equals_float64_and_reads_no_later_block(last):
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 2, 8), (3, 2560, 8), (3, 2560, 6)))
+    unread = v.copy()
+    if max(last) < 512:
+        unread[:, 512:] = np.nan  # times a weight of 0 it would be NaN
+    scoring = Scoring(8**-0.5, 2.0)
+    actual = jitted(attend_first, q, k, unread, np.asarray(last, np.int32), scoring=scoring)
+    for i, end in enumerate(last):
+        mask = (np.arange(2560) <= end)[None]
+        expected = dense.attention(q[i][None], k[i][:, None], v[i][:, None], mask, 2.0)
+        for value, reference in zip(actual, expected, strict=True):
+            np.testing.assert_allclose(value[i], reference[0], rtol=0, atol=tolerances.EXACT)
 
 
 @pytest.mark.parametrize(("wide", "softcap"), [(6, None), (8, 2.0), (12, None)])

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from icejax.cache.protocol import CachePolicy, Heads, Lengths, Outcome, Report, View
 from icejax.cache.sizes import CacheSpec
-from icejax.ops.attention.dense import Attended, Scoring, attend_slots, attend_with_lse
+from icejax.ops.attention.dense import Attended, Scoring, attend_first, attend_slots
 from icejax.ops.slots import append, append_text, by_head, first_slots, merge_heads, per_head, split_heads
 
 
@@ -80,7 +80,8 @@ def decode_in_slot(state: TokenState, heads: Heads, *, slot: jax.Array, last: ja
     """Appends the new token at `slot` i32[B] and attends to the slots up to `last` i32[B]."""
     state, mask = appended(state, heads, slot=slot, last=last)
     with jax.named_scope("attend"):
-        out, lse = attend_with_lse(merge_heads(heads.by_group()), state.k, state.values, mask, scoring=heads.scoring)
+        last = jnp.repeat(last, heads.k.shape[2])  # of each row and KV head
+        out, lse = attend_first(merge_heads(heads.by_group()), state.k, state.values, last, scoring=heads.scoring)
         shape, out = heads.q.shape[:3], out[..., : heads.v.shape[-1]]
         attended = Attended(out.astype(heads.q.dtype).reshape(*shape, -1), lse.reshape(shape))
     tokens = mask.sum(-1).reshape(shape[0], -1).mean(1)

@@ -232,6 +232,33 @@ def attend_with_lse(
     return out, (jnp.log(total) + highest)[..., 0]
 
 
+def attend_first(
+    q: Float[Array, "R G H"], k: Float[Array, "R S H"], v: Float[Array, "R S Hv"], last: Int[Array, " R"], *, scoring: Scoring
+) -> tuple[Float[Array, "R G Hv"], Float[Array, "R G"]]:
+    """Returns the attention of one query per head over the slots up to `last`, as `attend_with_lse` does.
+
+    On a CPU the cost grows with the slots in use: where that are less than half, later blocks of slots are never read. On an
+    accelerator a loop would end the CUDA graph of a step.
+    """
+    slots = k.shape[1]
+
+    def whole(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return attend_with_lse(q, k, v, jnp.arange(slots)[None, :] <= last[:, None], scoring=scoring)
+
+    def in_use(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def read(start: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+            return tuple(lax.dynamic_slice_in_dim(x, start, count, axis=1)[:, None] for x in (k, v))
+
+        sizes = dict(kv_heads=1, slots=slots, value_dim=v.shape[2], lengths=jnp.ones(len(q), jnp.int32))
+        out, lse = attend_blocks(q[:, None], read, seen=None, below=last + 1, scoring=scoring, **sizes)
+        return out[:, 0], lse[:, 0]
+
+    def on_cpu(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return lax.cond(last.max() < slots // 2, in_use, whole, *arrays)
+
+    return lax.platform_dependent(q, k, v, cpu=on_cpu if slots > 2 * BLOCK else whole, default=whole)
+
+
 def masked_scores(
     q: Float[Array, "R G H"], k: Float[Array, "R S H"], mask: Bool[Array, "R g S"], *, scoring: Scoring
 ) -> Float[Array, "R G S"]:
