@@ -40,9 +40,8 @@ def _constrained(state: DecodeState, step: Step, masks: jax.Array, rows: jax.Arr
     before = dataclasses.replace(state, done=~rows, penalties=penalties)
     chosen = choose_next(step.logits, before, plan.eos_token_ids, allowed=unpacked(masks, step.logits.shape[1]))
     done = jnp.where(rows, chosen.done, state.done)
-    return dataclasses.replace(chosen, done=done), dataclasses.replace(
-        step, counters=with_tokens(step.counters, chosen.last_tokens)
-    )
+    step = dataclasses.replace(step, counters=with_tokens(step.counters, chosen.last_tokens))
+    return dataclasses.replace(chosen, done=done), step
 
 
 def unpacked(masks: UInt32[Array, "B W"], vocabulary: int) -> Bool[Array, "B V"]:
