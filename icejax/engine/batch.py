@@ -26,6 +26,7 @@ from icejax.engine.decode.state import DecodeState, Step, decode_cuts
 from icejax.engine.penalties import neutral_where_none
 from icejax.engine.plan import Plan
 from icejax.engine.sampling import RowSampling, Sampling, row_keys
+from icejax.runtime import heap
 from icejax.runtime.mesh import WHOLE, Mesh, home, on_mesh, placed
 
 
@@ -133,6 +134,7 @@ def resized(state: DecodeState, step: Step, places: Sequence[int], size: int) ->
     state, free = _with_row_arrays(state, jax.tree.map(moved, _row_arrays(state))), np.arange(size) >= len(places)
     table = state.cache.table
     table = None if table is None else jnp.where(free[:, None], SCRATCH_EXTENT, table)
+    heap.give_back()  # the C library finds no room for such arrays in freed ones: each move would add a copy of the cache
     return replace(state, cache=replace(state.cache, table=table), done=state.done | free), _step_rows(step, order)
 
 

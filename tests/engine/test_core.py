@@ -150,6 +150,18 @@ def test_rows_equal_themselves_while_steps_change_their_size(model, of_full_cach
     assert DecodePrograms(model, core.plan).programs.program._cache_size() == 4
 
 
+def test_a_batch_that_ends_or_changes_its_size_gives_its_memory_back(model, monkeypatch):
+    """The C library keeps freed arrays of some MB, and finds no room in them for the next ones."""
+    given = []
+    monkeypatch.setattr("icejax.runtime.heap.give_back", lambda: given.append(len(core.scheduler.decoding)))
+    core = core_of(model, CACHES["full"], places=2, resizes=True)
+    for i, limit in enumerate((3, 9)):
+        core.submit(job(PROMPTS[i], i, max_new_tokens=limit))
+    while core.busy:
+        list(core.step())
+    assert given == [2, 0]  # when the second row joins, and when none is left
+
+
 @pytest.mark.slow
 def test_a_row_that_evicts_equals_itself_alone_at_every_phase(model):
     for i, actual in enumerate(answers_at_all_phases(model, CACHES["evicting"])):

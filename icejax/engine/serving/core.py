@@ -46,7 +46,7 @@ from icejax.engine.serving.scheduler import Scheduler, Ticket, Work
 from icejax.engine.serving.start import RowStart
 from icejax.engine.snapshot.fingerprint import check_registered, fingerprint, weights_sum
 from icejax.models.decoder import CausalLM
-from icejax.runtime import processes
+from icejax.runtime import heap, processes
 from icejax.runtime.mesh import check_one_process, placed
 
 LOG = logging.getLogger(__name__)
@@ -254,9 +254,8 @@ class Core:
         """Puts a prefilled row into its place in the batch."""
         size = self.scheduler.size
         if self._loop is None:
-            programs = DecodePrograms(self._model, self.plan)
             arrays = (state, step) if size == 1 else (batch.empty_batch(self._plan_of(size)), step.of_rows(size))
-            run = Run(programs, *arrays, self.pool, self._see_step)
+            run = Run(DecodePrograms(self._model, self.plan), *arrays, self.pool, self._see_step)
             self._loop, self.pool = DecodeLoop(run, self.constants), None
         elif self._loop.run.size < size:  # all its places are taken
             self._loop.resize(range(ticket.at), size)
@@ -270,8 +269,7 @@ class Core:
 
     def _decode(self) -> Iterator[tuple[Ticket, Outcome]]:
         self._has_stepped = True
-        places = self.scheduler.shrink()
-        if places is not None:
+        if (places := self.scheduler.shrink()) is not None:
             self._loop.resize(places, self.scheduler.size)
         tickets = dict(self.scheduler.decoding)
         for at, outcome in self._loop.step():
@@ -279,7 +277,9 @@ class Core:
             yield tickets[at], outcome
             if is_over:
                 self.release(tickets[at])
-        if self.scheduler.prefilling is not None and self._loop is not None:
+        if self._loop is None:
+            heap.give_back()  # the next row's batch finds no room in what the C library keeps of this one
+        elif self.scheduler.prefilling is not None:
             self._loop.run.step.counters.block_until_ready()  # beside a unit it would take longer, and so would the unit
 
     def _plan_of(self, rows: int) -> Plan:
