@@ -73,7 +73,7 @@ def pack(
 
 
 def pack_nothing(rows: int) -> Int[np.ndarray, "8 B"]:
-    """Returns the packed counters of rows that have taken no step, before the choice of their first token."""
+    """Returns the packed counters of rows before the choice of their first token."""
     return np.zeros((len(StepCounters._fields), rows), np.int32)
 
 

@@ -206,7 +206,9 @@ class Core:
     def _prefill(self) -> Iterator[tuple[Ticket, Outcome]]:
         ticket = self.scheduler.prefilling
         if self._start is None:
-            if self._loop is not None:  # sums of two programs that run at once could meet in another order elsewhere
+            if self._loop is None:
+                heap.give_back()  # new arrays find no room in what the C library holds of a batch that ended or was cancelled
+            else:  # sums of two programs that run at once could meet in another order elsewhere
                 self._loop.run.step.counters.block_until_ready()
             try:
                 self._start = self._started(ticket)
@@ -277,9 +279,7 @@ class Core:
             yield tickets[at], outcome
             if is_over:
                 self.release(tickets[at])
-        if self._loop is None:
-            heap.give_back()  # the next row's batch finds no room in what the C library keeps of this one
-        elif self.scheduler.prefilling is not None:
+        if self.scheduler.prefilling is not None and self._loop is not None:
             self._loop.run.step.counters.block_until_ready()  # beside a unit it would take longer, and so would the unit
 
     def _plan_of(self, rows: int) -> Plan:
