@@ -1,5 +1,6 @@
 """The digest tree: digests of every level, the pages that a walk selects, and the tail that stands for all other pages."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 from icejax.ops.attention.dense import Scoring, attend_with_lse, merge_by_lse
 from icejax.ops.pages import tree, tree_walk
-from icejax.ops.pages.digests import TAIL_CLAMP, digest, score
+from icejax.ops.pages.digests import TAIL_CLAMP, Vectors, digest, score
 from icejax.ops.pages.key_scatter import along
 from icejax.ops.pages.tree_walk import WalkRules
 from icejax.ops.pages.value_fit import FromKeys
@@ -116,6 +117,28 @@ def test_a_flat_walk_equals_float64(wide):
         jnp.asarray(q),
     )
     assert without_tail.tail_out.shape == result.tail_out.shape
+
+
+@pytest.mark.parametrize("last", [536, 832], ids=["three of 13 blocks", "seven of 13 blocks"])
+def test_a_walk_equals_float64_among_empty_pages_and_reads_no_empty_block(last):
+    """A prompt fills the first pages and its answer later ones; at most 4 of 13 blocks of 64 pages are gathered."""
+    rng = np.random.default_rng(16)
+    keys, values, mask = pages_of(rng, 832)
+    mask[:, :, 70:528] = mask[:, :, last:] = False
+    q = rng.standard_normal((1, 1, 2, 16)).astype(np.float32) * 3
+    levels, scatter = jitted(tree_of, keys, values, mask), jnp.asarray(scatter_of(keys, mask).astype(np.float32))
+    if last == 536:
+        levels = (dataclasses.replace(levels[0], value=Vectors(levels[0].value.data.at[:, :, 576:].set(np.nan), None)),)
+    result = jitted(tree_walk.walk, jnp.asarray(q), levels, scatter, **walk_options(20))
+    chosen, out, lse = reference_walk(q[0, 0], keys[0, 0], values[0, 0], mask[0, 0], 20)
+    np.testing.assert_array_equal(result.page_ids[0, 0], chosen)
+    np.testing.assert_array_equal(result.counts[0, 0], mask[0, 0, chosen].sum(1))
+    np.testing.assert_allclose(result.tail_out[0, 0], out, rtol=0, atol=tolerances.EXACT)
+    np.testing.assert_allclose(result.tail_lse[0, 0], lse, rtol=0, atol=1e-4)
+    followed = jitted(
+        lambda q, path: tree_walk.walk(q, levels, scatter, **walk_options(20), path=path), jnp.asarray(q), result.path
+    )
+    np.testing.assert_array_equal(followed.page_ids, result.page_ids)
 
 
 def test_a_tree_with_all_nodes_open_equals_the_flat_walk(small_top):

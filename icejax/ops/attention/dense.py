@@ -282,8 +282,8 @@ def products(q: Float[Array, "*R G H"], k: Float[Array, "*R S H"]) -> Float[Arra
 
 
 def _keys_first(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Takes keys as the first operand: as the second, XLA:CPU transposes them. XLA:GPU would fuse nothing into this form."""
-    return EINSUM("...sh,...gh->...sg", k, q).swapaxes(-1, -2)
+    # As the second operand, or joined with the swap, XLA:CPU transposes the keys. XLA:GPU would fuse nothing into this form.
+    return lax.optimization_barrier(EINSUM("...sh,...gh->...sg", k, q)).swapaxes(-1, -2)
 
 
 def merge_by_lse(

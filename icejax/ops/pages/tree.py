@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from icejax.ops.pages.digests import Digests, merge, put
+from icejax.ops.topk import best
 
 FAN_OUT = 8  # children of a node: pages, or nodes of the level below
 TOP_MULTIPLE = 64  # of the highest level's nodes: XLA:GPU then fuses its concatenations of them into the products
+SHARE = 4  # the nodes in use of a level are gathered from at most a quarter of its blocks: the copy then costs little
 TOP = 2304  # most nodes of the highest level, all of which are scored; 32,768 + 4,096 tokens have as many pages
 
 
@@ -98,3 +100,31 @@ def _padded(digests: Digests, whole: int) -> Digests:
 def families(digests: Digests) -> Digests:
     """Returns a level [B, K, P, ...] grouped by the node above: [B, K, P / 8, 8, ...]."""
     return jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1, FAN_OUT, *x.shape[3:]), digests)
+
+
+def few_blocks(nodes: int, *, least: int) -> int:
+    """Returns the largest number of blocks of 64 nodes to gather from a level; 0: none is gathered.
+
+    None is gathered from a level that is no multiple of 64, nor where a quarter of the level has fewer than `least` nodes.
+
+    Example: of 832 nodes in 13 blocks up to 4 blocks are gathered, unless `least` is more than 256.
+    """
+    few = -(-nodes // (SHARE * TOP_MULTIPLE))
+    return few if nodes % TOP_MULTIPLE == 0 and least <= few * TOP_MULTIPLE < nodes else 0
+
+
+def blocks_in_use(count: Int[Array, "B K P"]) -> Bool[Array, " n"]:
+    """Returns which blocks of 64 nodes have a token in any row and head."""
+    return (count > 0).any((0, 1)).reshape(-1, TOP_MULTIPLE).any(1)
+
+
+def gather(level: Digests, in_use: Bool[Array, " n"], *, few: int) -> tuple[Digests, Int[Array, "B K M"]]:
+    """Returns the digests of the first `few` blocks in use, filled up with empty ones, and the nodes' indices in the level."""
+    blocks = best(in_use.astype(jnp.float32), few)[0]
+
+    def of_blocks(x: jax.Array) -> jax.Array:
+        in_blocks = x.reshape(*x.shape[:2], -1, TOP_MULTIPLE, *x.shape[3:])
+        return jnp.take(in_blocks, blocks, axis=2, mode="clip").reshape(*x.shape[:2], -1, *x.shape[3:])
+
+    ids = (blocks[:, None] * TOP_MULTIPLE + jnp.arange(TOP_MULTIPLE, dtype=jnp.int32)[None]).reshape(1, 1, -1)
+    return jax.tree.map(of_blocks, level), jnp.broadcast_to(ids, (*level.count.shape[:2], few * TOP_MULTIPLE))

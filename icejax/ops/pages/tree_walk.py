@@ -8,6 +8,7 @@ tail: their digests estimate it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -18,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from icejax.ops.attention.dense import Scoring
 from icejax.ops.pages.digests import Digests, Score, Scores, score, weighted
 from icejax.ops.pages.key_scatter import Along, along
-from icejax.ops.pages.tree import FAN_OUT, families
+from icejax.ops.pages.tree import FAN_OUT, blocks_in_use, families, few_blocks, gather
 from icejax.ops.pages.value_fit import FromKeys
 from icejax.ops.topk import best, mask_of
 
@@ -124,17 +125,42 @@ def walk(
     """
     along_q = along(q, scatter, scoring=scoring)
     query = _Query(q, guess, along_q, None if guess is None else along(guess, scatter, scoring=scoring), scoring)
-    candidates, visited = levels[-1], []
-    ids = jax.lax.broadcasted_iota(jnp.int32, candidates.count.shape, 2)
-    tail: list[tuple[Scores, Digests]] = []
-    for below in (*levels[-2::-1], None):
+    descend = functools.partial(_descend, query, levels[:-1], rules=rules, path=path, from_keys=from_keys)
+    highest = levels[-1]
+    ids = jax.lax.broadcasted_iota(jnp.int32, highest.count.shape, 2)
+    few = few_blocks(highest.count.shape[2], least=max(rules.opened, rules.selected))
+    if few == 0 or path is not None:  # a path counts all nodes
+        return descend(highest, ids)
+
+    def of_nodes_in_use(highest: Digests) -> WalkResult:  # on a CPU an empty digest takes as long as a full one
+        in_use = blocks_in_use(highest.count)
+        gathered = functools.partial(gather, in_use=in_use, few=few)
+        return jax.lax.cond(in_use.sum() <= few, lambda x: descend(*gathered(x)), lambda x: descend(x, ids), highest)
+
+    return jax.lax.platform_dependent(highest, cpu=of_nodes_in_use, default=lambda x: descend(x, ids))
+
+
+def _descend(
+    query: _Query,
+    lower: tuple[Digests, ...],
+    candidates: Digests,
+    ids: Int[Array, "B K P"],
+    *,
+    rules: WalkRules,
+    path: tuple[jax.Array, ...] | None,
+    from_keys: FromKeys | None,
+) -> WalkResult:
+    """Walks from `candidates`, nodes of the highest level with the indices `ids`, through the `lower` levels."""
+    q, along_q, scoring = query.q, query.along_q, query.scoring
+    visited, tail = [], []
+    for below in (*lower[::-1], None):
         scores = score(q, candidates, along_q, rules.score, scoring=scoring)
         if path is None:
             wanted = rules.selected if below is None else rules.opened
             picks = _choose(query, candidates, scores, ids, rules, wanted)
         else:
             picks = _follow(path[len(visited)], candidates, ids)
-        visited.append(picks.indices)
+        visited.append(picks.indices if visited else picks.nodes)
         tail.append((scores._replace(weight=jnp.where(picks.chosen[:, :, None], -jnp.inf, scores.weight)), candidates))
         if below is not None:
             candidates, ids = _open(below, picks)
