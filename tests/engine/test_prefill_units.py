@@ -20,10 +20,12 @@ from icejax.engine.decode.step import DecodePrograms
 from icejax.engine.plan import Plan
 from icejax.engine.prefill import prefill
 from icejax.engine.sampling import Sampling
+from icejax.engine.units import programs
 from icejax.engine.units.job import PrefillJob
 from icejax.engine.units.sizes import UnitSizes, _largest, unit_sizes
 from icejax.models.decoder import CausalLM
 from icejax.models.registry import family
+from icejax.ops.quantized.products import Grouped
 from tests import tolerances
 from tests.engine.test_batch import EXACT, Batch, assert_alone
 from tests.helpers import families
@@ -110,11 +112,37 @@ def test_a_prefill_in_units_equals_a_whole_one(tmp_path, name, policy):
     np.testing.assert_allclose(logits[1], logits[0], rtol=0, atol=tolerances.EXACT)
 
 
+@pytest.mark.parametrize("quantize", ["int4", "int8"])
+@pytest.mark.parametrize(
+    "name", ["llama-gqa", *(pytest.param(x, marks=pytest.mark.slow) for x in ("deepseek_v2-lite", "gemma4_text-experts"))]
+)
+def test_units_dequantize_each_matrix_once(tmp_path, monkeypatch, name, quantize):
+    """Several units get dense matrices beside experts in codes, a single one gets codes; all equal a whole prefill."""
+    in_codes, run_block = [], programs.run_block
+
+    def record(layer, *arguments, **options):
+        leaves = jax.tree.leaves(layer, is_leaf=lambda x: isinstance(x, Grouped))
+        in_codes.append(any(isinstance(x, Grouped) and x.codes.ndim == 3 for x in leaves))
+        return run_block(layer, *arguments, **options)
+
+    monkeypatch.setattr(programs, "run_block", record)
+    model = load_model(families.save(families.build(families.row(name)), tmp_path), quantize=quantize)
+    _, runs = both(model, Full())
+    assert_equal(runs[1][0], runs[0][0])
+    assert len(in_codes) == 5 * model.config.num_hidden_layers and not any(in_codes)
+    plan = plan_for(model, Full(), [PROMPT], 40)
+    job = PrefillJob(model, PROMPT, plan, None, sampling=GREEDY, draw=(3, 1), sizes=UnitSizes(384, 384))
+    while not job.done:
+        job.advance(None)
+    assert_equal(job.result()[0], runs[0][0])
+    assert all(in_codes[-model.config.num_hidden_layers :])
+
+
 def decoded(model: CausalLM, plan: Plan, state: DecodeState, step: Step, pool: Pool | None) -> tuple[list, np.ndarray]:
     """Returns 21 tokens, the first one included, and their logits."""
-    programs, steps = DecodePrograms(model, plan), [step]
+    decoding, steps = DecodePrograms(model, plan), [step]
     for _ in range(20):
-        state, step, pool = programs.step(state, pool)
+        state, step, pool = decoding.step(state, pool)
         steps.append(step)
     return [int(x.tokens[0]) for x in steps], np.stack([np.asarray(x.logits) for x in steps])
 

@@ -71,6 +71,26 @@ def test_a_product_is_that_of_the_dequantised_matrix(kind, group, zero, tokens, 
     np.testing.assert_allclose(jitted(rows, grouped, ids, dtype="float32"), matrix[ids], rtol=0, atol=tolerances.LOGITS)
 
 
+def test_matrices_by_rows_become_dense_unless_they_are_too_many(monkeypatch):
+    rng = np.random.default_rng(1)
+    codes, scale, zero = (
+        rng.integers(-8, 8, (6, 2, 4)).astype(np.int8),
+        rng.random((6, 2)).astype(np.float32),
+        np.int8([[3]] * 6),
+    )
+    matrix = Grouped(jnp.asarray(codes), jnp.asarray(scale), jnp.asarray(np.repeat(zero, 2, axis=1)), by_row=True)
+    experts = Grouped(jnp.zeros((3, 6, 2, 4), jnp.int8), jnp.zeros((3, 6, 2)), None, by_row=True)
+    columns = Grouped(jnp.zeros((2, 6, 4), jnp.int8), jnp.zeros((2, 6)), None)
+    part = dict(matrix=matrix, experts=experts, columns=columns, norm=jnp.ones(4))
+    actual = products.with_dense_matrices(part)
+    expected = ((codes - 3.0) * scale[..., None]).reshape(6, 8)
+    np.testing.assert_allclose(actual["matrix"], expected, rtol=0, atol=tolerances.EXACT)
+    assert actual["matrix"].dtype == jnp.float32 and actual["norm"] is part["norm"]
+    assert actual["experts"].codes is experts.codes and actual["columns"].codes is columns.codes
+    monkeypatch.setattr(products, "MOST_DENSE", codes.size - 1)
+    assert products.with_dense_matrices(part)["matrix"] is matrix
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Returns a function of a format's name: a folder of codes, and a folder of the weights that they stand for."""

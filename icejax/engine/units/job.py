@@ -33,6 +33,7 @@ from icejax.engine.units import programs
 from icejax.engine.units.sizes import UnitSizes, unit_sizes
 from icejax.models.decoder import CausalLM
 from icejax.ops.experts.offloaded_experts import with_experts_on_device
+from icejax.ops.quantized.products import with_dense_matrices
 
 LOG = logging.getLogger(__name__)
 
@@ -113,6 +114,8 @@ class PrefillJob:
                     LOG.debug("layer %d: units of %d tokens and %d queries", number, sizes.tokens, sizes.queries)
                     x = embed(model, jnp.asarray(self._padded)) if x is None else x
                     loaded = with_experts_on_device(layer)
+                    if sizes.queries < self._padded.shape[1] and plan.mesh is None:
+                        loaded = with_dense_matrices(loaded)  # several units multiply by its matrices
                     keys, queries = programs.empty_buffers(loaded, x)
                 results = keys = programs.write_keys(loaded, x, keys, lengths, np.int32(first), count=sizes.tokens)
             for first in range(0, len(self._prompt), sizes.queries):

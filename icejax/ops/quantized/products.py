@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ MOST_ROWS = 16  # most rows of x that multiply codes directly; for more, the par
 # Weights that a CPU converts to fp32 at once. For few rows of x: fewer weights do not occupy several cores, more leave their
 # caches. For more rows the product of a whole matrix is faster than many small ones, for at most 256 MiB.
 BLOCK, LARGE_BLOCK = 2**19, 2**26
+MOST_DENSE = 2**28  # weights that `with_dense_matrices` dequantizes: 1 GiB in fp32
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "scale", "zero"), meta_fields=("by_row",))
@@ -58,6 +60,26 @@ class Grouped:
         if self.zero is not None:
             wide -= self.zero.astype(jnp.float32)[..., None]
         return (wide * self.scale[..., None]).astype(dtype)
+
+
+def with_dense_matrices(tree: Any) -> Any:
+    """Returns a part of a model with its matrices by rows dequantized to fp32, for several products; no matrices of experts.
+
+    A product of many rows dequantizes the whole matrix first. Unchanged if the matrices have more than 2^28 weights together.
+    """
+
+    def by_rows(x: Any) -> bool:
+        return isinstance(x, Grouped) and x.by_row and x.codes.ndim == 3
+
+    matrices = filter(by_rows, jax.tree.leaves(tree, is_leaf=by_rows))
+    if sum(matrix.codes.size for matrix in matrices) > MOST_DENSE:
+        return tree
+    return jax.tree.map(lambda x: _dense(x) if by_rows(x) else x, tree, is_leaf=by_rows)
+
+
+@jax.jit
+def _dense(matrix: Grouped) -> Float[Array, "O I"]:
+    return matrix.weights(jnp.float32).reshape(len(matrix.codes), -1)
 
 
 def rows(weight: Float[Array, "O I"] | Grouped, ids: Int[Array, "B T"], dtype: str) -> Float[Array, "B T I"]:
