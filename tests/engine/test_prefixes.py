@@ -1,6 +1,7 @@
 """The prefix store in memory: the second prompt begins behind the first one's cache and is answered as by itself."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from icejax.engine.serving import core as core_module
 from icejax.engine.serving.core import Core
 from icejax.engine.serving.job import CoreSizes
 from icejax.engine.serving.prefixes import Entry, Prefixes, chain
-from icejax.engine.serving.scheduler import Work
+from icejax.engine.serving.scheduler import Scheduler, Work
 from tests.engine.test_core import alone, answers, assert_all_free, assert_equal, job, slow
 from tests.helpers import families
 from tests.helpers.letters import Letters
@@ -61,6 +62,24 @@ def ask(core: Core, *prompts, salt: str = "") -> list[icejax.GenerationResponse]
 def assert_answered(replies, model, prompts) -> None:
     for reply, prompt in zip(replies, prompts, strict=True):
         assert_equal(reply, alone(model, Full(), prompt, context_length=2000, **ANSWER))
+
+
+@pytest.mark.parametrize("name", ["full", slow("clustered")])
+def test_another_row_decodes_between_the_layers_of_a_question(models, name, monkeypatch):
+    model, works, ran = models["qwen3-plain"], [], Scheduler.ran
+    core = core_of(model, CACHES[name], places=2, share=0.5)
+    row = families.tokens(50, seed=9)
+    ask(core, *PROMPTS[:2])  # the second question compiles what the third one runs
+    monkeypatch.setattr(Scheduler, "ran", lambda self, work, seconds: (works.append(work), ran(self, work, seconds)))
+    core.submit(job(row, 0, max_new_tokens=40, logprobs=0))
+    while not core.scheduler.decoding:
+        assert not list(core.step())
+    works.clear()
+    core.submit(job(PROMPTS[2], 1, **ANSWER))
+    both = answers(core)
+    assert works.count(Work.PREFILL) == 1 + len(model.model.layers) and (Work.PREFILL,) * 2 not in itertools.pairwise(works)
+    assert_answered([both[1]], model, PROMPTS[2:])
+    assert_equal(both[0], alone(model, Full(), row, max_new_tokens=40, logprobs=0))
 
 
 @pytest.mark.parametrize("share", [1.0, slow(0.5)])

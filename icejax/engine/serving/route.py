@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from icejax.engine.serving.prefix_folder import StoredPrefix
 from icejax.engine.serving.prefixes import Entry
 
-PIECE = 512  # tokens of a text after a cached prefix that are computed between two steps of other rows
+PIECE = 512  # most tokens of a text after a cached prefix that go through the layers together
 
 
 @dataclass(frozen=True)

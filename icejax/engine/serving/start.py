@@ -21,7 +21,7 @@ from icejax.checks.errors import InputError
 from icejax.engine.batch import pages_used
 from icejax.engine.decode.attention_map import AttentionMap
 from icejax.engine.decode.state import DecodeState, Step, decode_cuts
-from icejax.engine.extend import extend
+from icejax.engine.extend import ExtendJob
 from icejax.engine.first_token import choose_from
 from icejax.engine.penalties import row_options
 from icejax.engine.plan import Plan
@@ -144,10 +144,13 @@ class RowStart:
         for cut in cuts:
             if state is not None:
                 for start, stop in pieces(end, cut):
-                    yield
-                    tokens = self._tokens[start:stop]
-                    state, step, self._pool = extend(self._model, tokens, self._plan, state, self._pool)
-                    step.logits.block_until_ready()  # what still runs would delay the next step
+                    job = ExtendJob(self._model, self._tokens[start:stop], self._plan, state)
+                    while not job.done:
+                        yield
+                        self._pool = job.advance(self._pool)
+                        job.hidden.block_until_ready()  # what still runs would delay the next step
+                    state, step = job.result()
+                    step.logits.block_until_ready()
                     state = self._with_options(state, stop) if stop < cut else state
             elif self._in_units or self._logprobs is not None or self._explain:
                 table = None if self._table is None else self._table[None]
