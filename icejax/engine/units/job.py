@@ -4,8 +4,8 @@ The engine makes a job for a prompt that joins a running batch. The units of a l
 blocks of queries, then the cache policy's state, then the write of its pages to the pool. So all keys of a layer are packed
 together, as in `prefill`, and the pool may be read and written by other rows between two units.
 
-Example: a prompt of 8,192 tokens of Qwen2.5-Coder-0.5B with the clustered cache on a CPU has 36 units a layer: 1 of keys and
-values, 32 of 256 queries, 2 of KV heads, and 1 write.
+Example: a prompt of 8,192 tokens of Qwen2.5-Coder-0.5B with the clustered cache on a CPU has 68 units a layer: 1 of keys and
+values, 64 of 128 queries, 2 of KV heads, and 1 write.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from icejax.cache.sizes import CacheSpec
 from icejax.config import LayerConfig, ModelConfig
 
-# Floating-point operations of a unit: some 50 ms of two CPU cores, and some 10 ms of a GPU or TPU.
-WORK = {"cpu": 16e9}
+# Floating-point operations of a unit: some 40 ms of two CPU cores, and some 10 ms of a GPU or TPU.
+WORK = {"cpu": 12e9}
 WORK_ELSEWHERE = 2e12
-FEWEST = 32  # tokens; fewer would read all weights of a layer for little work
+FEWEST = 64  # tokens; fewer would read all weights of a layer for little work: products of 32 take twice as long on a CPU
 MOST_QUERIES = 2048  # tokens, which bounds the activations of an MLP
 
 
@@ -36,7 +36,7 @@ def unit_sizes(config: ModelConfig, layer: LayerConfig, spec: CacheSpec, padded:
     """Returns the sizes of the units of a layer.
 
     Example: a query of Qwen2.5-Coder-0.5B takes 29 million operations for the matrices of a layer and, after 8,192 keys, 29
-    million more for attention. A unit of 256 queries takes 15 billion.
+    million more for attention. A unit of 128 queries takes 7.5 billion.
 
     Args:
         spec: sizes of the layer's cache; queries have the size of its keys.
