@@ -100,7 +100,7 @@ def _sections(found: list[dict[str, Any]]) -> Iterator[str]:
 def _is_part(row: dict[str, Any], found: list[dict[str, Any]]) -> bool:
     """Whether another row has this one's samples too, beside those of other tasks."""
     return row["metric"] == SCORE and any(
-        (other["task"], other["metric"], other["cache"]) == (row["run"], SCORE, row["cache"])
+        (other["task"], other["metric"], other["cache"], other["budget"]) == (row["run"], SCORE, row["cache"], row["budget"])
         for other in found
         if other is not row
     )

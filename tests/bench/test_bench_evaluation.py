@@ -172,6 +172,7 @@ def test_the_page_has_a_table_for_each_task(tmp_path):
         line(1, "fp32-full-1", "full", "humaneval", "pass@1"),
         *(line(3, f"m-{length}", "snapkv", "m", "turn_1", budget=256, **DIFFERENCE) for length in (8192, 4096)),
         *(line(5, "ruler-4096", "q8_0", task, **DIFFERENCE) for task in ("ruler_vt_4096", "ruler-4096")),
+        *(line(5, "lines", "clustered", "lines", budget=budget) for budget in (64, 256)),
     ]
     page.write(found, tmp_path)
     text = (tmp_path / page.PAGE).read_text()
@@ -182,6 +183,10 @@ def test_the_page_has_a_table_for_each_task(tmp_path):
     assert (
         "### ruler, score\n\n| tokens | cache | score |" in text and text.count("`q8_0`") == 1 and "ruler_vt" not in text
     )  # a part is no table
+    assert [row.split(" | ")[0] for row in text.splitlines() if "`clustered`" in row] == [
+        "| `clustered` 64",
+        "| `clustered` 256",
+    ]
     assert (tmp_path / page.PICTURE).read_bytes().startswith(b"\x89PNG")
     (tmp_path / page.PAGE).unlink()
     assert evaluation.main(["--page", "--out", str(tmp_path / "none"), "--results", str(tmp_path)]) == 0
