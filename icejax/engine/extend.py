@@ -63,6 +63,7 @@ class ExtendJob:
     Other rows may decode between two layers.
 
     Attributes:
+        done: whether all layers have run.
         layers_done: number of layers that have run.
         hidden: the output of the last of them over the padded text, cut as by `layers.embed`; None before the first.
     """
@@ -77,6 +78,7 @@ class ExtendJob:
 
     @property
     def layers_done(self) -> int:
+        """Number of layers that have run."""
         return len(self._states)
 
     @property

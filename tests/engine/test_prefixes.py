@@ -64,7 +64,8 @@ def assert_answered(replies, model, prompts) -> None:
         assert_equal(reply, alone(model, Full(), prompt, context_length=2000, **ANSWER))
 
 
-@pytest.mark.parametrize("name", ["full", slow("clustered")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "clustered"])
 def test_another_row_decodes_between_the_layers_of_a_question(models, name, monkeypatch):
     model, works, ran = models["qwen3-plain"], [], Scheduler.ran
     core = core_of(model, CACHES[name], places=2, share=0.5)
